@@ -1,0 +1,1 @@
+"""What both halves of Tandem share: messages, sockets and the life of processes."""

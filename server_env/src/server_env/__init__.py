@@ -1,0 +1,1 @@
+"""The server half: a small gateway in front of vLLM or SGLang."""

@@ -1,0 +1,1 @@
+"""The trainer half: GRPO with LoRA through Unsloth and TRL."""
