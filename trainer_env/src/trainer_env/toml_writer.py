@@ -1,0 +1,58 @@
+"""Plain data as TOML. The standard library only reads it."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def write_toml(data: Mapping[str, Any]) -> str:
+    """TOML text of strings, numbers, booleans, lists and tables. A None is left out: TOML has no word for it."""
+    return "\n".join(_table(data, ())).strip() + "\n"
+
+
+def _table(data: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """A table's own values first: a line below a sub-table's heading would belong to that one."""
+    for key, value in data.items():
+        if not (value is None or isinstance(value, Mapping) or _is_tables(value)):
+            yield f"{_key(key)} = {_value(value)}"
+    for key, value in data.items():
+        name = (*path, _key(key))
+        if isinstance(value, Mapping):
+            yield f"\n[{'.'.join(name)}]"
+            yield from _table(value, name)
+        elif _is_tables(value):
+            for item in value:
+                yield f"\n[[{'.'.join(name)}]]"
+                yield from _table(item, name)
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            return _string(value)
+        case list() | tuple():
+            return f"[{', '.join(_value(item) for item in value)}]"
+        case Mapping():
+            inner = (f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None)
+            return f"{{{', '.join(inner)}}}"
+    raise TypeError(f"TOML cannot hold {value!r}")
+
+
+def _key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else _string(key)
+
+
+def _string(text: str) -> str:
+    # JSON's string is TOML's basic string, but for DEL, and for surrogate pairs beyond the basic plane.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
