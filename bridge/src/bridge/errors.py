@@ -23,9 +23,7 @@ class BridgeError(Exception):
 
     code = "error"
 
-    def __init__(
-        self, what: str, *, why: str = "", log_path: str = "", log_tail: str = "", remedy: str = ""
-    ) -> None:
+    def __init__(self, what: str, *, why: str = "", log_path: str = "", log_tail: str = "", remedy: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.why = why

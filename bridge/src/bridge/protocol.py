@@ -1,14 +1,14 @@
-"""The messages between the two halves, and how they are packed. Read this file first: it is the whole system in types.
+"""The messages between the two halves, and how they are packed. Read this first: it is the system in types.
 
 A message on a socket is `[request id, header]` or `[request id, header, buffer]`. The header is one msgpack map: a
-struct below, told apart by its `type` field. Fields may be added with defaults; unknown fields are ignored. Token ids and
-logprobs are packed arrays inside the header; adapter bytes ride in the buffer frame without a copy. Events that the
+struct below, told apart by its `type` field. Fields may be added with defaults; unknown fields are ignored. Token ids
+and logprobs are packed arrays inside the header; adapter bytes ride in the buffer frame without a copy. Events that the
 server pushes have an empty request id.
 """
 
 import sys
 from array import array
-from typing import Annotated, Literal, NamedTuple, Union
+from typing import Annotated, Literal, NamedTuple, TypeVar, Union
 
 import msgspec
 
@@ -272,6 +272,8 @@ Event = AdapterLoaded | EngineDied | EngineRestarted | Stats
 _ToServer = Union[DataRequest, ControlRequest, Ack]  # noqa: UP007 (msgspec wants one flat union)
 _ToClient = Union[Reply, Event]  # noqa: UP007
 
+T = TypeVar("T")
+
 _encoder = msgspec.msgpack.Encoder()
 _decode_to_server = msgspec.msgpack.Decoder(_ToServer)
 _decode_to_client = msgspec.msgpack.Decoder(_ToClient)
@@ -292,7 +294,7 @@ def decode_to_client(header: bytes | memoryview) -> Reply | Event:
     return _decode(_decode_to_client, header)
 
 
-def _decode(decoder, header):  # type: ignore[no-untyped-def]
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", header: bytes | memoryview) -> T:
     try:
         return decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
