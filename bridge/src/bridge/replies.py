@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from bridge.errors import Refused
 
+ENTRY_BYTES = 256
+"""What an entry costs besides its answer, so that many tiny answers count as well."""
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -48,7 +51,7 @@ class ReplyStore:
         if entry is None:
             return
         entry.reply = reply
-        self.held_bytes += len(reply)
+        self.held_bytes += ENTRY_BYTES + len(reply)
         self._entries.move_to_end(request_id)
         while self.held_bytes > self._budget:
             oldest = next((key for key, held in self._entries.items() if held.reply is not None), None)
@@ -59,7 +62,7 @@ class ReplyStore:
         """Drop a request and its answer; unknown ids are fine."""
         entry = self._entries.get(request_id)
         if entry is not None and entry.reply is not None:
-            self.held_bytes -= len(entry.reply)
+            self.held_bytes -= ENTRY_BYTES + len(entry.reply)
             del self._entries[request_id]
 
     def abandon(self, request_id: bytes) -> None:
