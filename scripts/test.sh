@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Prepare the environments, then run every check: formatting, types, the lock, and the tests, folder by folder.
+#
+#   bash scripts/test.sh           everything but the long runs (about 20 minutes on two cores)
+#   bash scripts/test.sh --full    the long runs too
+#   bash scripts/test.sh --quick   only what needs no engine and no torch (about 2 minutes)
+#
+# Which environment runs which folder:
+#   dev      tests/unit  tests/integration  tests/engines (starts real engines)  tests/e2e (starts real runs)
+#   trainer  tests/trainer
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+mode=${1:-}
+case "$mode" in
+"" | --full | --quick) ;;
+*)
+    echo "usage: bash scripts/test.sh [--quick | --full]" >&2
+    exit 2
+    ;;
+esac
+unset PYTHONPATH
+export HF_HUB_OFFLINE=1 TANDEM_TEST_FULL=$([[ $mode == --full ]] && echo 1 || echo 0)
+
+step() {
+    printf '\n== %s (%ds)\n' "$1" "$SECONDS"
+}
+
+step "environments"
+if [[ $mode == --quick ]]; then
+    bash scripts/setup_envs.sh --only dev
+else
+    bash scripts/setup_envs.sh --dev
+fi
+dev=.venvs/dev/bin
+
+step "ruff, pyright, envs.lock"
+"$dev/ruff" check .
+"$dev/ruff" format --check .
+"$dev/pyright"
+"$dev/python" scripts/lock_envs.py check
+
+step "tests/unit tests/integration"
+"$dev/python" -m pytest -q tests/unit tests/integration
+if [[ $mode == --quick ]]; then
+    exit 0
+fi
+
+step "tests/trainer"
+.venvs/trainer/bin/python -m pytest -q tests/trainer
+
+step "tests/engines"
+"$dev/python" -m pytest -q tests/engines
+
+step "tests/e2e"
+"$dev/python" -m pytest -q tests/e2e
+
+step "done"
