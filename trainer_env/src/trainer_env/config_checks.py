@@ -79,8 +79,8 @@ def _model(config: TrainConfig) -> Iterator[Problem]:
         yield (
             "grpo.max_completion_length",
             (
-                f"expected less than model.max_seq_length ({model.max_seq_length}), which has to hold the prompt as well, "
-                f"got {config.grpo.max_completion_length}"
+                f"expected less than model.max_seq_length ({model.max_seq_length}), which has to hold the prompt as "
+                f"well, got {config.grpo.max_completion_length}"
             ),
         )
     if model.load_in_4bit and cpu:
@@ -136,8 +136,8 @@ def _batches(config: TrainConfig) -> Iterator[Problem]:
         yield (
             "grpo.steps_per_generation",
             (
-                f"steps_per_generation x num_iterations ({uses}) and gradient_accumulation_steps ({accumulation}) do not "
-                "divide one another, so a batch would end in the middle of an optimizer step"
+                f"steps_per_generation x num_iterations ({uses}) and gradient_accumulation_steps ({accumulation}) do "
+                "not divide one another, so a batch would end in the middle of an optimizer step"
             ),
         )
     if grpo.save_steps % grpo.window:

@@ -1,0 +1,85 @@
+"""The records of a run, as they stand in its files. A None is written as null: the figure does not apply."""
+
+from typing import Literal
+
+import msgspec
+
+Phase = Literal["train", "eval_before", "eval", "eval_after"]
+Proof = Literal["agrees", "disagrees", "inconclusive"]
+
+
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of metrics.jsonl: an optimizer step, counted from 1. Suffixes: _s seconds, _ms milliseconds."""
+
+    step: int
+    version: int
+    """Adapter version that the step made."""
+    staleness: int | None = None
+    """Optimizer steps between the oldest version that sampled this batch and the one being trained."""
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    ratio_mean: float | None = None
+    """Mean of exp(trainer's logprob - server's logprob) over completion tokens, before the step, untruncated."""
+    dlogp_mean_abs: float | None = None
+    """Mean of |trainer's logprob - server's logprob| over the same tokens."""
+    grad_norm: float | None = None
+    completion_length: float | None = None
+    """Mean, in tokens."""
+    rollout_s: float | None = None
+    train_s: float | None = None
+    publish_ms: float | None = None
+    """From the end of the optimizer step until the new version serves."""
+    load_ms: float | None = None
+    """The engine's share of publish_ms."""
+    proof: Proof | None = None
+    overlap: float | None = None
+    """Share of the rollout that ran while the trainer trained, from 0 to 1."""
+    sleep_s: float | None = None
+    wake_s: float | None = None
+    freed_bytes: int | None = None
+    generated_tokens: int | None = None
+    generated_tokens_per_s: float | None = None
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of samples.jsonl: a completion as people read it. step: optimizer steps taken when it was recorded."""
+
+    phase: Phase
+    step: int
+    version: int
+    prompt: str
+    completion: str
+    reward: float
+    """The weighted sum of rewards."""
+    rewards: dict[str, float] = {}
+    """Each reward function's own score."""
+    answer: str | None = None
+    finish_reason: str | None = None
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of evaluations.jsonl: the held-out examples answered once."""
+
+    phase: Phase
+    step: int
+    reward_mean: float
+    examples: int
+    seconds: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """summary.json: what a run came to. reward_first4, reward_last4: means of the first and last four steps."""
+
+    backend: str
+    placement: str
+    steps: int
+    reward_first4: float | None
+    reward_last4: float | None
+    eval_before: float | None
+    eval_after: float | None
+    wall_s: float
+    """Seconds of the process that ended the run."""
+    adapter: str | None
+    restarts: int
