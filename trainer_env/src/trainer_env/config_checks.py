@@ -92,6 +92,8 @@ def _model(config: TrainConfig) -> Iterator[Problem]:
 def _lora(config: TrainConfig) -> Iterator[Problem]:
     if config.lora.use_dora:
         yield "lora.use_dora", "neither vLLM nor SGLang can serve DoRA; leave it at false"
+    if config.lora.init_lora_weights is False:
+        yield "lora.init_lora_weights", "false starts away from the base model, which is version 0; leave it at true"
     if config.lora.bias != "none":
         yield "lora.bias", f"the server cannot serve trained biases; expected 'none', got {config.lora.bias!r}"
     if config.lora.modules_to_save:

@@ -1,0 +1,165 @@
+"""The rewards that come with Tandem. Each name in BUILTINS makes a reward function from the args of its config."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+RewardFunction = Callable[..., Sequence[float]]
+"""TRL's signature: (prompts, completions, **columns) -> one number a completion."""
+
+Completion = str | Sequence[Mapping[str, Any]]
+"""Text, or the messages of an assistant."""
+
+# A sign counts only where no digit stands before it: the last integer of "12-4" is 4, of "it is -4" it is -4.
+_INTEGER = re.compile(r"(?<!\d)-?\d+")
+_NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
+
+
+def text_of(completion: Completion) -> str:
+    """What the model wrote, as one string."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message.get("content") or "") for message in completion)
+
+
+def last_number(text: str) -> float | None:
+    """The last number of a text; commas between thousands belong to it."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def gsm8k_answer(text: str) -> float | None:
+    """The number after the last `####`, as GSM8K ends its answers; None without one."""
+    marked = _MARKED.findall(text)
+    return float(marked[-1].replace(",", "")) if marked else None
+
+
+def integer_answer(*, ending: float = 0.2) -> RewardFunction:
+    """`ending` for a completion that ends within its budget, and 1 if its last integer is the answer as well."""
+
+    def reward(
+        *,
+        completions: Sequence[Completion],
+        answer: Sequence[str | None],
+        finish_reason: Sequence[str],
+        **_: Any,
+    ) -> list[float]:
+        return [
+            0.0
+            if finish != "stop"
+            else ending + (1 - ending) * (_last_integer(text_of(completion)) == _integer(target))
+            for completion, target, finish in zip(completions, answer, finish_reason, strict=True)
+        ]
+
+    return reward
+
+
+def exact_match(*, ignore_case: bool = False) -> RewardFunction:
+    """1 if the completion is the answer, white space around both aside."""
+
+    def plain(text: str) -> str:
+        return text.strip().casefold() if ignore_case else text.strip()
+
+    def reward(*, completions: Sequence[Completion], answer: Sequence[str | None], **_: Any) -> list[float]:
+        return [
+            float(plain(text_of(completion)) == plain(_given(target)))
+            for completion, target in zip(completions, answer, strict=True)
+        ]
+
+    return reward
+
+
+def numeric_match(*, tolerance: float = 1e-6) -> RewardFunction:
+    """1 if the completion's last number is the answer, within a relative tolerance."""
+
+    def reward(*, completions: Sequence[Completion], answer: Sequence[str | None], **_: Any) -> list[float]:
+        return [
+            _close(last_number(text_of(completion)), _number(target), tolerance)
+            for completion, target in zip(completions, answer, strict=True)
+        ]
+
+    return reward
+
+
+def gsm8k(*, marker_required: bool = False) -> RewardFunction:
+    """1 if the completion's final number is the one after `####` in the answer.
+
+    The final number is the one after `####`; without one it is the last number, unless marker_required.
+    """
+
+    def predicted(text: str) -> float | None:
+        marked = gsm8k_answer(text)
+        return last_number(text) if marked is None and not marker_required else marked
+
+    def target(answer: str | None) -> float:
+        value = gsm8k_answer(_given(answer))
+        if value is None:
+            raise ValueError(f"the answer has no number after '####': {answer!r:.120}")
+        return value
+
+    def reward(*, completions: Sequence[Completion], answer: Sequence[str | None], **_: Any) -> list[float]:
+        return [
+            _close(predicted(text_of(completion)), target(reference), 1e-6)
+            for completion, reference in zip(completions, answer, strict=True)
+        ]
+
+    return reward
+
+
+def length(*, target: int) -> RewardFunction:
+    """1 for a completion of at most `target` tokens, falling in a straight line to 0 at twice as many."""
+    if target < 1:
+        raise ValueError(f"target: expected a number of tokens of at least 1, got {target}")
+
+    def reward(*, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [min(1.0, max(0.0, 2 - len(ids) / target)) for ids in completion_ids]
+
+    return reward
+
+
+def regex(*, pattern: str, whole: bool = False) -> RewardFunction:
+    """1 if the pattern is found in the completion; whole: only if it covers all of it, white space around it aside."""
+    compiled = re.compile(pattern, re.DOTALL)
+    found = compiled.fullmatch if whole else compiled.search
+
+    def reward(*, completions: Sequence[Completion], **_: Any) -> list[float]:
+        return [float(found(text_of(completion).strip()) is not None) for completion in completions]
+
+    return reward
+
+
+BUILTINS: Mapping[str, Callable[..., RewardFunction]] = {
+    make.__name__: make for make in (integer_answer, exact_match, numeric_match, gsm8k, length, regex)
+}
+
+
+def _last_integer(text: str) -> int | None:
+    found = _INTEGER.findall(text)
+    # Python refuses to read thousands of digits, which a model may well write.
+    return int(found[-1]) if found and len(found[-1]) <= 100 else None
+
+
+def _integer(answer: str | None) -> int:
+    try:
+        return int(_given(answer))
+    except ValueError:
+        raise ValueError(f"the answer is no integer: {answer!r:.120}") from None
+
+
+def _number(answer: str | None) -> float:
+    try:
+        return float(_given(answer).replace(",", ""))
+    except ValueError:
+        raise ValueError(f"the answer is no number: {answer!r:.120}") from None
+
+
+def _given(answer: str | None) -> str:
+    if answer is None:
+        raise ValueError("the example has no answer")
+    return answer
+
+
+def _close(value: float | None, target: float, tolerance: float) -> float:
+    return float(value is not None and math.isclose(value, target, rel_tol=tolerance, abs_tol=1e-9))
