@@ -1,0 +1,142 @@
+"""Find uv, or install the locked one through pip into an environment of its own; speak to it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+
+from environments import atomic, catalogue
+from environments.errors import SetupError
+from environments.lockfile import Lock
+from environments.locking import hold
+from environments.processes import clean_environment, run, tail
+
+# The oldest uv with everything that is used here: pylock output, excluded builds, hash-checked sync.
+OLDEST = (0, 8, 0)
+PIP_TIMEOUT_S = 600.0
+
+# pip's settings for mirrors and air-gapped hosts, and what uv calls them.
+_SPELLING = {
+    "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
+    "PIP_EXTRA_INDEX_URL": "UV_INDEX",
+    "PIP_FIND_LINKS": "UV_FIND_LINKS",
+    "PIP_NO_INDEX": "UV_NO_INDEX",
+    "PIP_TRUSTED_HOST": "UV_INSECURE_HOST",
+    "PIP_DEFAULT_TIMEOUT": "UV_HTTP_TIMEOUT",
+    "PIP_CERT": "SSL_CERT_FILE",
+    "PIP_CLIENT_CERT": "SSL_CLIENT_CERT",
+    "PIP_PROXY": "ALL_PROXY",
+}
+# Where PyTorch lists its CPU wheels: a page of links, so that nothing but torch is looked up there.
+_CPU_TORCH = "https://download.pytorch.org/whl/cpu/torch/"
+
+
+def settings(variables: Mapping[str, str]) -> dict[str, str]:
+    """uv's spelling of pip's settings in `variables`; where uv's own is set, that one wins."""
+    found = {
+        ours: variables[theirs]
+        for theirs, ours in _SPELLING.items()
+        if variables.get(theirs) and not variables.get(ours)
+    }
+    # Every pin carries hashes, so it does not matter which index serves the file: look at all, as pip does.
+    found.setdefault("UV_INDEX_STRATEGY", variables.get("UV_INDEX_STRATEGY", "unsafe-best-match"))
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The environment variables for a call of uv."""
+    return clean_environment(settings(os.environ))
+
+
+def torch_links(torch_version: str | None, variables: Mapping[str, str]) -> list[str]:
+    """Arguments with which uv finds a CPU build of torch: none where the find-links already hold it."""
+    if not torch_version or not torch_version.endswith("+cpu") or variables.get("PIP_NO_INDEX"):
+        return []
+    links = variables.get("UV_FIND_LINKS") or variables.get("PIP_FIND_LINKS") or ""
+    for folder in re.split(r"[\s,]+", links):
+        path = Path(folder.removeprefix("file://"))
+        if folder and path.is_dir() and any(path.glob(f"torch-{torch_version}-*.whl")):
+            return []
+    return ["--find-links", _CPU_TORCH]
+
+
+def find_or_install(lock: Lock | None, venvs: Path) -> Path:
+    """The path of a usable uv: `TANDEM_UV`, one on PATH, or the locked one in `<venvs>/.uv`.
+
+    Raises:
+        SetupError: pip cannot install it.
+    """
+    named = os.environ.get("TANDEM_UV")
+    if named:
+        return Path(named)
+    found = shutil.which("uv")
+    if found and _version(found) >= OLDEST:
+        return Path(found)
+    return _install(_requirement(lock), venvs)
+
+
+def _version(program: str) -> tuple[int, ...]:
+    answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=30).stdout
+    match = re.search(r"(\d+)\.(\d+)\.(\d+)", answer)
+    return tuple(int(part) for part in match.groups()) if match else (0,)
+
+
+def _requirement(lock: Lock | None) -> str:
+    for section in lock.sections.values() if lock else ():
+        if section.environment == catalogue.UV:
+            return "\n".join(section.packages)
+    # Only on the way to the very first lock.
+    return (catalogue.ROOT / "scripts/environments/uv.in").read_text()
+
+
+def _install(requirement: str, venvs: Path) -> Path:
+    digest = atomic.short_digest(requirement, sys.version.split()[0])
+    built = venvs / f".uv-{digest}"
+    program = built / "bin" / "uv"
+    link = venvs / ".uv"
+    if atomic.read_marker(built) and program.exists():
+        return program
+    with hold(venvs / ".locks" / "uv.lock", timeout_s=PIP_TIMEOUT_S) as descriptor:
+        if not (atomic.read_marker(built) and program.exists()):
+            _build(built, requirement, venvs, descriptor)
+        atomic.point(link, built)
+        atomic.remove_others(link, built)
+    return program
+
+
+def _build(built: Path, requirement: str, venvs: Path, descriptor: int) -> None:
+    shutil.rmtree(built, ignore_errors=True)
+    log = atomic.new_log(venvs, "uv")
+    try:
+        venv.create(built, with_pip=True)
+    except (subprocess.CalledProcessError, OSError) as error:
+        raise SetupError(
+            "cannot make a virtual environment for uv",
+            why=f"{error}; the ensurepip of {sys.executable} does not work or {venvs} is not writable",
+            remedy="install python3-venv, or put uv on PATH yourself",
+        ) from error
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
+        listed.write(requirement)
+        listed.flush()
+        hashes = ["--require-hashes"] if "--hash" in requirement else []
+        status = run(
+            [built / "bin/python", "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", *hashes]
+            + ["--requirement", listed.name],
+            log=log,
+            timeout_s=PIP_TIMEOUT_S,
+            keep_open=descriptor,
+        )
+    if status:
+        last = tail(log, 1)
+        raise SetupError(
+            "pip could not install uv",
+            why=last[0] if last else f"it ended with status {status}",
+            remedy="set PIP_INDEX_URL to a reachable index, or put uv on PATH yourself",
+            log=log,
+        )
+    atomic.write_marker(built, {"requirement": requirement.split(" ")[0]})
