@@ -1,0 +1,137 @@
+"""What this machine has: its GPUs with their free memory, its cores, and which of the GPUs the user lets us see."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU, or one MIG slice of it. Sizes in bytes; None: not known."""
+
+    id: str
+    """What CUDA_VISIBLE_DEVICES calls it: an index, a `GPU-…` or a `MIG-…`."""
+    uuid: str = ""
+    name: str = "GPU"
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    holders: tuple[str, ...] = ()
+    """Processes that hold its memory, as people read them."""
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a name means this device. As in CUDA, a UUID may be shortened while it stays unique."""
+        return name == self.id or (bool(self.uuid) and "-" in name and self.uuid.startswith(name))
+
+
+class Devices(msgspec.Struct, frozen=True, kw_only=True):
+    """All GPUs of the machine, the value of CUDA_VISIBLE_DEVICES (None: not set), and the cores we may use."""
+
+    gpus: tuple[Device, ...] = ()
+    visible: str | None = None
+    cores: int = 1
+
+    def find(self, name: str) -> Device:
+        """The device of that name; one that detection does not know is taken at its word."""
+        return next((device for device in self.gpus if device.answers_to(name)), Device(id=name))
+
+    def usable(self) -> tuple[Device, ...]:
+        """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; none where the driver shows none.
+
+        As in CUDA, the list ends at an id of -1 and at an index that does not exist. Other ids that detection does not
+        know are left to CUDA.
+        """
+        if self.visible is None or not self.gpus:
+            return self.gpus
+        found: dict[str, Device] = {}
+        for name in (part.strip() for part in self.visible.split(",")):
+            device = self.find(name)
+            if name in ("", "-1", "NoDevFiles") or (name.isdecimal() and not device.uuid):
+                break
+            found[device.id] = device
+        return tuple(found.values())
+
+
+def detect(environment: Mapping[str, str] = os.environ) -> Devices:
+    """Ask the driver and the operating system. Without a driver there are no GPUs."""
+    return Devices(gpus=_gpus(), visible=environment.get("CUDA_VISIBLE_DEVICES"), cores=available_cores())
+
+
+def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: what it is bound to, or the container's quota if that is less."""
+    bound = len(os.sched_getaffinity(0))
+    try:
+        allowed, period = quota.read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return bound
+    return bound if allowed == "max" else max(1, min(bound, math.ceil(int(allowed) / int(period))))
+
+
+def _gpus() -> tuple[Device, ...]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(device for index, handle in enumerate(handles) for device in _parts(pynvml, index, handle))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _parts(pynvml: Any, index: int, handle: Any) -> Iterator[Device]:
+    """A GPU; or its slices, when it is cut: CUDA offers the whole no longer."""
+    slices = list(_slices(pynvml, handle))
+    if not slices:
+        yield _device(pynvml, handle, str(index))
+    for part in slices:
+        yield _device(pynvml, part, pynvml.nvmlDeviceGetUUID(part))
+
+
+def _slices(pynvml: Any, handle: Any) -> Iterator[Any]:
+    try:
+        if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return
+        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except pynvml.NVMLError:
+        return
+    for place in range(count):
+        try:
+            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+        except pynvml.NVMLError:
+            continue
+
+
+def _device(pynvml: Any, handle: Any, name: str) -> Device:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return Device(
+        id=name,
+        uuid=pynvml.nvmlDeviceGetUUID(handle),
+        name=pynvml.nvmlDeviceGetName(handle),
+        total_bytes=memory.total,
+        free_bytes=memory.free,
+        holders=tuple(_holders(pynvml, handle)),
+    )
+
+
+def _holders(pynvml: Any, handle: Any) -> Iterator[str]:
+    try:
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return
+    for process in processes:
+        try:
+            program = Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8").strip()
+        except OSError:
+            program = "a process of another container"
+        held = f", {gib(process.usedGpuMemory)} GiB" if process.usedGpuMemory else ""
+        yield f"pid {process.pid} ({program}{held})"
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, for people."""
+    return f"{size / 2**30:.1f}"

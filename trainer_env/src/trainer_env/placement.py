@@ -1,0 +1,223 @@
+"""Which devices each half gets. A plan is a pure function of the config and of what the machine has."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from bridge.errors import ConfigError
+from trainer_env.config import PlacementConfig
+from trainer_env.devices import Device, Devices, gib
+
+Mode = Literal["split", "time-share", "cpu"]
+
+_MARGIN = 0.05
+"""Share of a GPU left alone beside what the engine takes: the driver and CUDA's own memory."""
+_MOST = {"split": 0.9, "time-share": 0.6}
+"""The largest share for the engine; in time-share the trainer's weights stay beside it."""
+_LEAST_FREE = 2**30
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of a run. Threads of 0 are left to the half itself."""
+
+    mode: Mode
+    server: tuple[Device, ...] = ()
+    trainer: tuple[Device, ...] = ()
+    memory_share: float | None = None
+    """Part of each server GPU that the engine may take; None: its own default."""
+    cores: int = 1
+    server_threads: int = 0
+    trainer_threads: int = 0
+
+    def lines(self) -> list[str]:
+        """The plan for people, a line each."""
+        if self.mode == "cpu":
+            threads = [f"{count} threads" if count else "as many threads as it likes" for count in self._threads()]
+            return [
+                f"placement  cpu: no GPU, {self.cores} cores",
+                f"  server   {threads[0]}",
+                f"  trainer  {threads[1]}",
+            ]
+        share = "" if self.memory_share is None else f", engine takes up to {self.memory_share:.0%}"
+        if self.mode == "time-share":
+            device = self.server[0]
+            return ["placement  time-share: one GPU, in turns", f"  both     {_described(device)}{share}"]
+        return [
+            "placement  split: each half has its own GPUs",
+            *(f"  server   {_described(device)}{share}" for device in self.server),
+            *(f"  trainer  {_described(device)}" for device in self.trainer),
+        ]
+
+    def server_environment(self) -> dict[str, str]:
+        """Environment variables for tandem-server and its engine."""
+        return _environment(self.server, self.server_threads)
+
+    def trainer_environment(self) -> dict[str, str]:
+        """Environment variables for the trainer; to be set before torch is imported."""
+        return _environment(self.trainer, self.trainer_threads)
+
+    def server_settings(self) -> dict[str, Any]:
+        """What the plan means in the terms of `[server]`. What the user has set there wins."""
+        if self.mode == "cpu":
+            return {"device": "cpu"}
+        settings: dict[str, Any] = {"device": "cuda", "tensor_parallel": len(self.server)}
+        if self.memory_share is not None:
+            settings["memory_share"] = self.memory_share
+        return settings | ({"sleep": True} if self.mode == "time-share" else {})
+
+    def to_json(self) -> bytes:
+        """The content of placement.json."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    def _threads(self) -> tuple[int, int]:
+        return self.server_threads, self.trainer_threads
+
+
+def plan(config: PlacementConfig, devices: Devices, *, overlap: bool = False) -> Placement:
+    """Explicit devices win, then CUDA_VISIBLE_DEVICES, then what is there. Raises ConfigError.
+
+    overlap: the halves work at the same time; on a CPU they then share the cores instead of taking turns.
+    """
+    server_ids, trainer_ids = ([str(item) for item in ids] for ids in (config.server_gpus, config.trainer_gpus))
+    given = bool(server_ids or trainer_ids)
+    mode = _mode(config, len(devices.usable()), given=given)
+    if mode == "cpu":
+        if given:
+            raise ConfigError(
+                "placement: GPUs are named for a run on the CPU.",
+                remedy="Leave out --server-gpus and --trainer-gpus, or --placement cpu and --accelerator cpu.",
+            )
+        return _on_cpu(config, devices.cores, overlap=overlap)
+    server, trainer = _named(server_ids, devices, "server"), _named(trainer_ids, devices, "trainer")
+    if mode == "time-share":
+        device = _one_gpu(server, trainer, devices)
+        server, trainer = (device,), (device,)
+    else:
+        server, trainer = _two_sets(server, trainer, devices)
+    for device in {device.id: device for device in (*server, *trainer)}.values():
+        _require_room(device)
+    return Placement(
+        mode=mode,
+        server=server,
+        trainer=trainer,
+        memory_share=_memory_share(server, _MOST[mode]),
+        cores=devices.cores,
+        server_threads=config.server_threads,
+        trainer_threads=config.trainer_threads,
+    )
+
+
+def _mode(config: PlacementConfig, usable: int, *, given: bool) -> Mode:
+    wanted = config.mode
+    if config.accelerator == "cpu":
+        if wanted in ("split", "time-share"):
+            raise ConfigError(
+                f"placement.mode: {wanted} shares out GPUs, and placement.accelerator is cpu.",
+                remedy="Leave one of the two out.",
+            )
+        return "cpu"
+    if wanted == "cpu" and config.accelerator == "auto":
+        return "cpu"
+    if (usable == 0 and not given) and (wanted != "auto" or config.accelerator == "cuda"):
+        raise ConfigError(
+            "placement: a GPU is asked for, and none is visible.",
+            why="nvidia-smi shows what the driver sees; an empty CUDA_VISIBLE_DEVICES hides all.",
+            remedy="Use --placement cpu, or make a GPU visible; scripts/doctor.py tells more.",
+        )
+    if wanted == "cpu":
+        raise ConfigError(
+            "placement.mode: cpu uses no GPU, and placement.accelerator is cuda.", remedy="Leave one of the two out."
+        )
+    if wanted != "auto":
+        return wanted
+    if given or usable > 1:
+        return "split"
+    return "time-share" if usable else "cpu"
+
+
+def _on_cpu(config: PlacementConfig, cores: int, *, overlap: bool) -> Placement:
+    # In turns each half may use all cores. Engines bind their threads themselves, so theirs is set only to share.
+    trainer = config.trainer_threads or (max(1, cores - cores // 2) if overlap else cores)
+    server = config.server_threads or (max(1, cores // 2) if overlap else 0)
+    return Placement(mode="cpu", cores=cores, server_threads=server, trainer_threads=trainer)
+
+
+def _named(ids: Sequence[str], devices: Devices, half: str) -> tuple[Device, ...]:
+    """The devices that were named for a half, each once."""
+    found = tuple(devices.find(name) for name in ids)
+    for name, device in zip(ids, found, strict=True):
+        if name.isdecimal() and not device.uuid and devices.gpus:
+            known = ", ".join(device.id for device in devices.gpus)
+            raise ConfigError(f"placement.{half}_gpus: there is no GPU {name}; there are: {known}.")
+    if len({device.id for device in found}) < len(found):
+        raise ConfigError(f"placement.{half}_gpus: names a GPU twice: {', '.join(ids)}.")
+    return found
+
+
+def _one_gpu(server: tuple[Device, ...], trainer: tuple[Device, ...], devices: Devices) -> Device:
+    named = {device.id: device for device in (*server, *trainer)}
+    if len(named) > 1:
+        raise ConfigError(
+            f"placement: time-share uses one GPU for both halves, and {', '.join(named)} are named.",
+            remedy="Name one, or use --placement split.",
+        )
+    return next(iter(named.values()), None) or devices.usable()[0]
+
+
+def _two_sets(
+    server: tuple[Device, ...], trainer: tuple[Device, ...], devices: Devices
+) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
+    """Server and trainer devices of a split: the server on the first that is free, the trainer on all others."""
+    usable = devices.usable()
+    server = server or _others(usable, trainer)[:1]
+    trainer = trainer or _others(usable, server)
+    shared = [device.id for device in server if device.id in {other.id for other in trainer}]
+    if shared:
+        raise ConfigError(
+            f"placement: GPU {', '.join(shared)} is named for both halves.",
+            remedy="Name different ones, or use --placement time-share to train and sample in turns on one.",
+        )
+    if not server or not trainer:
+        raise ConfigError(
+            f"placement: split needs a GPU for each half, and there is none left for the "
+            f"{'trainer' if server else 'server'} (visible: {', '.join(d.id for d in usable) or 'none'}).",
+            remedy="Use --placement time-share, or make more GPUs visible.",
+        )
+    return server, trainer
+
+
+def _others(devices: Sequence[Device], taken: Sequence[Device]) -> tuple[Device, ...]:
+    ids = {device.id for device in taken}
+    return tuple(device for device in devices if device.id not in ids)
+
+
+def _require_room(device: Device) -> None:
+    if device.free_bytes is not None and device.free_bytes < _LEAST_FREE:
+        raise ConfigError(
+            f"placement: GPU {device.id} has {gib(device.free_bytes)} GiB free.",
+            why=f"Its memory is held by {', '.join(device.holders) or 'processes that the driver does not name'}.",
+            remedy="End them, or name other GPUs.",
+        )
+
+
+def _memory_share(server: Sequence[Device], most: float) -> float | None:
+    """What the engine may take of each of its GPUs: of the fullest one's free memory, a margin less."""
+    shares = [device.free_bytes / device.total_bytes for device in server if device.free_bytes and device.total_bytes]
+    if len(shares) < len(server):
+        return None
+    return max(0.01, min(most, math.floor((min(shares) - _MARGIN) * 100) / 100))
+
+
+def _environment(devices: Sequence[Device], threads: int) -> dict[str, str]:
+    # Indices are those of nvidia-smi only in the order of the bus; CUDA's own default is the fastest first.
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(device.id for device in devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return variables | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+
+
+def _described(device: Device) -> str:
+    text = f"GPU {device.id}  {device.name}"
+    if device.free_bytes is not None and device.total_bytes is not None:
+        text += f", {gib(device.free_bytes)} of {gib(device.total_bytes)} GiB free"
+    return text + (f", shared with {', '.join(device.holders)}" if device.holders else "")
