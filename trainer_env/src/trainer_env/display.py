@@ -1,6 +1,7 @@
 """Progress as people see it: a live table in a terminal, a line a step anywhere else."""
 
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -94,7 +95,8 @@ class Display(Protocol):
 
 def open_display(mode: Mode, total_steps: int, console: Console | None = None) -> Display:
     """The display for a mode; auto is live in a terminal and plain elsewhere."""
-    console = console or Console(highlight=False)
+    # Bound to the stream of now: while the libraries run, sys.stdout is trainer.log.
+    console = console or Console(file=sys.stdout, highlight=False)
     if mode == "none":
         return Silent()
     live = mode == "live" or (mode == "auto" and console.is_terminal)

@@ -55,6 +55,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The weighted sum of rewards."""
     rewards: dict[str, float] = {}
     """Each reward function's own score."""
+    token_ids: list[int] | None = None
+    """The sampled tokens of an evaluation: what another implementation of the same adapter must give."""
     answer: str | None = None
     finish_reason: str | None = None
 

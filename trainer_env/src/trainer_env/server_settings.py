@@ -1,0 +1,32 @@
+"""What the trainer tells the server half: the user's own tables, completed by what the run already says elsewhere."""
+
+from typing import Any
+
+from trainer_env.config import TrainConfig
+from trainer_env.placement import Placement
+
+
+def server_settings(config: TrainConfig, model: str, placement: Placement) -> dict[str, Any]:
+    """The content of server.toml. model: what `models.resolve` returned; the rest: config and placement.
+
+    A key that the user set in `[server]` wins over what is filled in here.
+    """
+    mode = placement.mode
+    filled: dict[str, Any] = {
+        "model": model,
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": config.seed,
+        "device": "cpu" if mode == "cpu" else "cuda",
+        "context_length": config.model.max_seq_length,
+        "max_lora_rank": config.lora.r,
+        "max_staleness": config.max_staleness(mode),
+        "sleep": mode == "time-share",
+        "memory_share": placement.memory_share,
+    }
+    return {
+        "run_id": config.run,
+        "server": filled | config.server,
+        "vllm": config.vllm,
+        "sglang": config.sglang,
+    }

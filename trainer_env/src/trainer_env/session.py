@@ -1,0 +1,260 @@
+"""A run from start to end: the server it samples from, the policy it trains, and the order in which things happen."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from threading import Event
+from typing import Any, Self
+
+import msgspec
+
+from bridge.blocking import BlockingClient
+from bridge.errors import BridgeError, EngineFailed, PeerDied
+from bridge.protocol import ServerStatus, Shutdown, Status
+from trainer_env import data, models, rewards
+from trainer_env.config import TrainConfig, to_toml
+from trainer_env.evaluation import evaluate
+from trainer_env.jsonl import write_atomically
+from trainer_env.placement import Placement
+from trainer_env.records import Phase, Summary
+from trainer_env.rollouts import Rollouts
+from trainer_env.server_process import ServerProcess, versions
+from trainer_env.server_settings import server_settings
+from trainer_env.toml_writer import write_toml
+from trainer_env.tracking import Tracker
+
+CONNECT_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 1200.0
+"""Above the server's own start-up limit, so that its error, which knows more, comes first."""
+
+
+class Session:
+    """One run: `with Session(config, placement) as session: session.start(); session.run()`.
+
+    Data and rewards are read here, so that what is wrong with them is said before anything starts. Raises ConfigError.
+    resume: go on from the run's last checkpoint.
+    """
+
+    def __init__(self, config: TrainConfig, placement: Placement, *, resume: bool = False) -> None:
+        self.config = config
+        self.placement = placement
+        self.stop = Event()
+        """Set it, and the optimizer step that is being taken is the last; a checkpoint is written."""
+        self.training = False
+        self._resume = resume
+        self._rewards = rewards.load(config.rewards)
+        self._data = data.load(config.data, config.seed)
+        self._model = ""
+        self._server = ServerProcess(config.backend, config.run_dir, placement.server_environment())
+        self._client: BlockingClient | None = None
+        self._policy: Any = None
+        self._rollouts: Rollouts | None = None
+        self._tracker: Tracker | None = None
+
+    def describe(self) -> list[str]:
+        """The run in a few lines, for people: what trains on what, and in which versions."""
+        grpo, held_out = self.config.grpo, len(self._data.evaluation)
+        groups = grpo.per_device_train_batch_size * grpo.gradient_accumulation_steps // grpo.num_generations
+        return [
+            f"run        {self.config.run_dir}" + (" (resumed)" if self._resume else ""),
+            f"model      {self.config.model.name}, {self.config.model.dtype}, LoRA rank {self.config.lora.r}",
+            f"data       {self.config.data.source}: {len(self._data.train)} to train on, {held_out} held out",
+            f"steps      {grpo.max_steps} of {groups} prompts x {grpo.num_generations} completions",
+            f"server     {self._server.versions()}",
+            f"trainer    {versions('unsloth', 'trl', 'peft', 'transformers', 'torch')}",
+        ]
+
+    def check(self) -> str:
+        """Have the server half check its part; the engine's command line. Starts nothing. Raises ConfigError."""
+        with tempfile.TemporaryDirectory() as folder:
+            server = ServerProcess(self.config.backend, Path(folder), self.placement.server_environment())
+            self._write_server_settings(Path(folder), self.config.model.name)
+            return server.check()
+
+    def start(self) -> None:
+        """Have the server half check its part, then start it: its engine loads while the trainer does.
+
+        Raises ConfigError, and starts nothing, when the server half refuses its settings or a run is here already.
+        """
+        run_dir = self.config.run_dir
+        self.check()
+        os.environ.update(self.placement.trainer_environment())
+        self.tracker.status("preparing the model")
+        self._model = models.resolve(self.config.model.name)
+        self._write_server_settings(run_dir, self._model)
+        _write(run_dir / "config.toml", to_toml(self.config))
+        _write(run_dir / "placement.json", msgspec.json.format(msgspec.json.encode(self.placement)).decode() + "\n")
+        self.tracker.status(f"starting the {self.config.backend} server; log: {run_dir / 'server.log'}")
+        self._server.start()
+
+    def run(self) -> Summary:
+        """The whole story: load, connect, evaluate, train, evaluate, sum up."""
+        self.load_policy()
+        self.connect()
+        if self.config.evaluation.before and not self._resume:
+            self.evaluate("eval_before", step=0)
+        outcome = self.train()
+        if self.config.evaluation.after and outcome.finished:
+            self.evaluate("eval_after", step=outcome.step)
+        return self.tracker.finish(
+            backend=self.config.backend,
+            placement=self.placement.mode,
+            adapter=outcome.adapter,
+            restarts=self.status().restarts,
+        )
+
+    @property
+    def tracker(self) -> Tracker:
+        """Where figures go; opened when first asked for."""
+        if self._tracker is None:
+            self._tracker = Tracker(
+                self.config.run_dir,
+                self.config.grpo.max_steps,
+                display=self.config.tracking.display,
+                samples_per_step=self.config.tracking.samples_per_step,
+                resume_step=self._checkpoint_step(),
+            )
+        return self._tracker
+
+    def load_policy(self) -> None:
+        """Load the base model under a fresh adapter."""
+        from trainer_env import grpo
+
+        with self._timed("the trainer's model is loaded"), self._quietly():
+            self._policy = grpo.load_policy(self.config, self._model)
+
+    def connect(self) -> None:
+        """Wait until the engine has answered, and take the server's lease."""
+        with self._timed("the server answers"):
+            connection = self._server.wait_ready(READY_TIMEOUT_S)
+            self._client = BlockingClient.connect(connection, run_id=self.config.run, timeout_s=CONNECT_TIMEOUT_S)
+        self._rollouts = Rollouts(
+            self._client,
+            self._policy.tokenizer,
+            self.config,
+            max_staleness=self.config.max_staleness(self.placement.mode),
+            eos_token_ids=self._policy.eos_token_ids,
+        )
+
+    def evaluate(self, phase: Phase, step: int) -> None:
+        """Answer the held-out examples under adapter version `step`, and record it."""
+        assert self._rollouts, "connect first"
+        if not self._data.evaluation:
+            return
+        self.tracker.status(f"evaluating on {len(self._data.evaluation)} held-out examples")
+        started = time.monotonic()
+        samples = evaluate(
+            self._rollouts, self._data.evaluation, self._rewards, self.config.evaluation, phase=phase, step=step
+        )
+        self.tracker.evaluation(phase, step, samples, time.monotonic() - started)
+
+    def train(self) -> Any:
+        """Train to grpo.max_steps; a `grpo.Outcome`. Raises what the server, a reward or the trainer raises."""
+        from trainer_env import grpo
+        from trainer_env.publisher import Publisher
+
+        assert self._client, "connect first"
+        assert self._rollouts
+        rollout = self.config.rollout
+        publisher = Publisher(self._client, timeout_s=rollout.publish_timeout_s, dtype=rollout.publish_dtype)
+        self.training = True
+        try:
+            with self._quietly():
+                return grpo.run(
+                    self._policy,
+                    self.config,
+                    examples=self._data.train,
+                    rewards=self._rewards,
+                    rollouts=self._rollouts,
+                    publisher=publisher,
+                    tracker=self.tracker,
+                    resume=self._resume,
+                    after_step=self._after_step,
+                    stop=self.stop,
+                )
+        except PeerDied:
+            raise (self._server.died() if not self._server.alive else _lost(self.config.run_dir)) from None
+        finally:
+            self.training = False
+
+    def status(self) -> ServerStatus:
+        """What the server says of itself."""
+        assert self._client, "connect first"
+        return self._client.ask(Status())
+
+    def close(self, *, now: bool = False) -> None:
+        """End the server and its engine, whatever state they are in. now: kill rather than ask."""
+        try:
+            if self._client and not now:
+                self._ask_to_end(self._client)
+        finally:
+            if self._client:
+                self._client.close()
+                self._client = None
+            self._server.stop(term_s=0 if now else 30)
+            if self._tracker:
+                self._tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self.close()
+        except KeyboardInterrupt:  # A second Ctrl-C: no more asking.
+            self.close(now=True)
+            raise
+
+    def _ask_to_end(self, client: BlockingClient) -> None:
+        try:
+            client.ask(Shutdown(reason="the run has ended", deadline_s=5))
+        except BridgeError:
+            return  # It may be gone, or hang: the ladder that follows does not need its answer.
+        self._server.wait_ended(30)
+
+    def _after_step(self, step: int) -> None:
+        every = self.config.evaluation.every
+        if every and step % every == 0 and step < self.config.grpo.max_steps:
+            self.evaluate("eval", step)
+
+    def _checkpoint_step(self) -> int | None:
+        from trainer_env.checkpoints import last_checkpoint, step_of
+
+        if not self._resume:
+            return None
+        checkpoint = last_checkpoint(self.config.run_dir / "checkpoints")
+        return step_of(checkpoint) if checkpoint else 0
+
+    def _write_server_settings(self, folder: Path, model: str) -> None:
+        _write(folder / "server.toml", write_toml(server_settings(self.config, model, self.placement)))
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """What libraries print goes to trainer.log; the display keeps the terminal."""
+        with (
+            (self.config.run_dir / "trainer.log").open("a", encoding="utf-8") as log,
+            redirect_stdout(log),
+            redirect_stderr(log),
+        ):
+            yield
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.tracker.status(f"{what} ({time.monotonic() - started:.0f} s)")
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomically(path, text.encode())
+
+
+def _lost(run_dir: Path) -> EngineFailed:
+    return EngineFailed(
+        "The connection to tandem-server is lost.",
+        why="Its process lives, but its sockets do not answer.",
+        log_path=str(run_dir / "server.log"),
+    )
