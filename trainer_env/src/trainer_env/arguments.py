@@ -42,9 +42,25 @@ of both halves, checkpoints/, and adapter/ in PEFT's format. configs/demo.toml e
 def parse(argv: Sequence[str] | None = None, prog: str = "tandem-train") -> argparse.Namespace:
     """The parsed command line (default: this process's). Prints and exits on --help, --version and on bad usage.
 
-    prog: what the reader typed to get here.
+    prog: what the reader typed to get here. Afterwards `config` is the file to load, which for --resume is the run's
+    own, and `resume` is the run's name, or None for a new run.
     """
-    return _parser(prog).parse_args(argv)
+    parser = _parser(prog)
+    arguments = parser.parse_args(argv)
+    if arguments.resume is None:
+        arguments.config = arguments.config or _demo()
+        return arguments
+    if arguments.config or arguments.run:
+        parser.error("--resume goes on with the run's own name and config: leave out --config and --run")
+    output_dir = Path(dict(item.split("=", 1) for item in arguments.set).get("output_dir", "runs").strip("\"'"))
+    arguments.resume = arguments.resume if arguments.resume != LATEST else _latest(output_dir)
+    if arguments.resume is None:
+        parser.error(f"--resume: {output_dir} holds no run")
+    arguments.config = output_dir / arguments.resume / "config.toml"
+    if not arguments.config.is_file():
+        runs = ", ".join(sorted(path.parent.name for path in output_dir.glob("*/config.toml"))) or "none"
+        parser.error(f"--resume: there is no run {arguments.resume!r} in {output_dir}; there are: {runs}")
+    return arguments
 
 
 def to_overrides(arguments: argparse.Namespace) -> list[str]:
@@ -75,6 +91,18 @@ def version() -> str:
         return found[1] if found else "unknown"
 
 
+def _demo() -> Path:
+    """The default job: of the working directory, else of the checkout that this file is part of."""
+    here = Path("configs/demo.toml")
+    return here if here.is_file() else Path(__file__).resolve().parents[3] / here
+
+
+def _latest(output_dir: Path) -> str | None:
+    """The run that was started last."""
+    configs = sorted(output_dir.glob("*/config.toml"), key=lambda path: path.stat().st_mtime)
+    return configs[-1].parent.name if configs else None
+
+
 class _Version(argparse.Action):
     """Looks the version up only when it is asked for."""
 
@@ -94,9 +122,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add(
         "--config",
         type=Path,
-        default=Path("configs/demo.toml"),
         metavar="FILE",
-        help="the TOML file that describes the run (default: %(default)s)",
+        help="the TOML file that describes the run (default: configs/demo.toml)",
     )
     add("--backend", choices=BACKENDS, help="the engine that samples; nothing else in the config changes")
     add("--steps", type=_positive, metavar="N", help="optimizer steps to take: grpo.max_steps")

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,27 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Devices(msgspec.Struct, frozen=True, kw_only=True):
-    """All GPUs of the machine, the value of CUDA_VISIBLE_DEVICES (None: not set), and the cores we may use."""
+    """All GPUs of the machine, and the cores that we may use."""
 
     gpus: tuple[Device, ...] = ()
     visible: str | None = None
+    """CUDA_VISIBLE_DEVICES; None: not set."""
     cores: int = 1
+    cpu_build: bool = False
+    """The installed torch is one for CPUs: it cannot use a GPU."""
 
     def find(self, name: str) -> Device:
         """The device of that name; one that detection does not know is taken at its word."""
         return next((device for device in self.gpus if device.answers_to(name)), Device(id=name))
 
     def usable(self) -> tuple[Device, ...]:
-        """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; none where the driver shows none.
+        """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; none where the driver or torch knows none.
 
         As in CUDA, the list ends at an id of -1 and at an index that does not exist. Other ids that detection does not
         know are left to CUDA.
         """
+        if self.cpu_build:
+            return ()
         if self.visible is None or not self.gpus:
             return self.gpus
         found: dict[str, Device] = {}
@@ -56,7 +62,12 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 
 def detect(environment: Mapping[str, str] = os.environ) -> Devices:
     """Ask the driver and the operating system. Without a driver there are no GPUs."""
-    return Devices(gpus=_gpus(), visible=environment.get("CUDA_VISIBLE_DEVICES"), cores=available_cores())
+    return Devices(
+        gpus=_gpus(),
+        visible=environment.get("CUDA_VISIBLE_DEVICES"),
+        cores=available_cores(),
+        cpu_build=_torch_version().endswith("+cpu"),
+    )
 
 
 def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -67,6 +78,14 @@ def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     except (OSError, ValueError):
         return bound
     return bound if allowed == "max" else max(1, min(bound, math.ceil(int(allowed) / int(period))))
+
+
+def _torch_version() -> str:
+    """Torch's version, without the seconds that importing it takes; empty where it is not installed."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _gpus() -> tuple[Device, ...]:

@@ -82,7 +82,7 @@ def plan(config: PlacementConfig, devices: Devices, *, overlap: bool = False) ->
     """
     server_ids, trainer_ids = ([str(item) for item in ids] for ids in (config.server_gpus, config.trainer_gpus))
     given = bool(server_ids or trainer_ids)
-    mode = _mode(config, len(devices.usable()), given=given)
+    mode = _mode(config, devices, given=given)
     if mode == "cpu":
         if given:
             raise ConfigError(
@@ -109,8 +109,8 @@ def plan(config: PlacementConfig, devices: Devices, *, overlap: bool = False) ->
     )
 
 
-def _mode(config: PlacementConfig, usable: int, *, given: bool) -> Mode:
-    wanted = config.mode
+def _mode(config: PlacementConfig, devices: Devices, *, given: bool) -> Mode:
+    wanted, usable = config.mode, len(devices.usable())
     if config.accelerator == "cpu":
         if wanted in ("split", "time-share"):
             raise ConfigError(
@@ -120,7 +120,13 @@ def _mode(config: PlacementConfig, usable: int, *, given: bool) -> Mode:
         return "cpu"
     if wanted == "cpu" and config.accelerator == "auto":
         return "cpu"
-    if (usable == 0 and not given) and (wanted != "auto" or config.accelerator == "cuda"):
+    asked = given or wanted in ("split", "time-share") or config.accelerator == "cuda"
+    if asked and devices.cpu_build:
+        raise ConfigError(
+            "placement: a GPU is asked for, and the installed environments are those for the CPU.",
+            remedy="Run scripts/setup_envs.sh --accelerator cuda, or use --placement cpu.",
+        )
+    if asked and not usable and not given:
         raise ConfigError(
             "placement: a GPU is asked for, and none is visible.",
             why="nvidia-smi shows what the driver sees; an empty CUDA_VISIBLE_DEVICES hides all.",

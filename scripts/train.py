@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Train with one command: prepare what is missing, then hand over to tandem-train.
+
+    python3 scripts/train.py                        # the demo: no GPU, no account, no model hub
+    python3 scripts/train.py --backend sglang       # the same job, sampled by the other engine
+    python3 scripts/train.py --config my.toml --set grpo.learning_rate=1e-4
+    python3 scripts/train.py --help
+
+Any Python 3.11 with its standard library will do: the environments that do the work are made by scripts/setup_envs.sh,
+and a run that finds them up to date starts at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUP = ROOT / "scripts" / "setup_envs.sh"
+
+
+def main() -> NoReturn:
+    """Read the command line, prepare, become tandem-train."""
+    if sys.version_info < (3, 11):  # noqa: UP036 (an older one can run this line, and should say so)
+        sys.exit(f"train.py needs Python 3.11 or newer, and this is {sys.version.split()[0]}: run it with python3.11.")
+    arguments = load_arguments()
+    parsed = arguments.parse(prog="train.py")
+    settings = read_settings(parsed.config, arguments.to_overrides(parsed))
+    prepare(environments(settings, arguments.BACKENDS), accelerator(settings))
+    program = venvs() / "trainer" / "bin" / "tandem-train"
+    # This process becomes tandem-train, so that Ctrl-C and SIGTERM reach it directly.
+    os.execv(program, [str(program), *sys.argv[1:]])  # noqa: S606 (no shell on purpose)
+
+
+def load_arguments() -> ModuleType:
+    """trainer_env/arguments.py by its path: the package is not installed yet."""
+    path = ROOT / "trainer_env" / "src" / "trainer_env" / "arguments.py"
+    spec = importlib.util.spec_from_file_location("tandem_arguments", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_settings(config: Path, overrides: list[str]) -> dict[str, Any]:
+    """What of the config says which environments are needed: dotted key -> value. tandem-train checks the rest."""
+    import tomllib
+
+    try:
+        document = tomllib.loads(config.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        sys.exit(f"{config}: there is no such file.")
+    except (OSError, ValueError) as error:
+        sys.exit(f"{config}: not a TOML file: {error}.")
+    settings = {
+        f"{section}.{key}": value
+        for section, table in document.items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+    }
+    for override in overrides:
+        key, _, value = override.partition("=")
+        settings[key.strip()] = value.strip().strip("\"'")
+    return settings
+
+
+def environments(settings: dict[str, Any], backends: tuple[str, ...]) -> list[str]:
+    """The trainer's environment and the one of the engine that samples."""
+    backend = settings.get("server.backend", backends[0])
+    if backend not in backends:
+        sys.exit(f"server.backend: expected one of {', '.join(backends)}, got {backend!r}.")
+    return ["trainer", f"server-{backend}"]
+
+
+def accelerator(settings: dict[str, Any]) -> str:
+    """cpu, cuda, or auto: setup_envs.sh looks for a GPU. A run on the CPU needs engines that were built for it."""
+    wanted = str(settings.get("placement.accelerator", "auto"))
+    on_cpu = settings.get("placement.mode") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "cpu" if wanted == "auto" and on_cpu else wanted
+
+
+def prepare(names: list[str], kind: str) -> None:
+    """Build the environments that are missing or out of date. Ends the process when that fails."""
+    command = ["sh", str(SETUP), "--only", *names, "--venvs", str(venvs())]
+    command += [] if kind == "auto" else ["--accelerator", kind]
+    try:
+        code = subprocess.run(command, check=False).returncode
+    except KeyboardInterrupt:
+        # It was interrupted as well, and has said how to go on.
+        code = 130
+    if code:
+        sys.exit(code)
+
+
+def venvs() -> Path:
+    """The folder of the environments."""
+    return Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")
+
+
+if __name__ == "__main__":
+    main()
