@@ -19,7 +19,8 @@ class Environment:
     """One installable environment.
 
     `packages` are our own distributions in it (folders of the repository); `imports` are the modules whose
-    import proves the installation; `engine` is the inference engine whose options are listed at set-up.
+    import proves the installation; `engine` is the inference engine whose options are listed at set-up, for which
+    it is imported as its server imports it.
     """
 
     name: str
@@ -32,8 +33,8 @@ ENVIRONMENTS = {
     environment.name: environment
     for environment in (
         Environment("trainer", ("bridge", "trainer_env"), ("unsloth", "torch", "trl", "peft", "zmq", "msgspec")),
-        Environment("server-vllm", ("bridge", "server_env"), ("torch", "vllm", "zmq", "msgspec"), engine="vllm"),
-        Environment("server-sglang", ("bridge", "server_env"), ("torch", "sglang", "zmq", "msgspec"), engine="sglang"),
+        Environment("server-vllm", ("bridge", "server_env"), ("zmq", "msgspec", "aiohttp"), engine="vllm"),
+        Environment("server-sglang", ("bridge", "server_env"), ("zmq", "msgspec", "aiohttp"), engine="sglang"),
         Environment("dev", ("bridge", "server_env", "trainer_env"), ("pytest", "zmq", "msgspec")),
     )
 }

@@ -1,0 +1,114 @@
+"""Build Tandem's isolated environments from envs.lock. Run it through scripts/setup_envs.sh."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from environments import catalogue, install, lockfile, preflight
+from environments.errors import SetupError
+from environments.processes import end_children
+from environments.uv import find_or_install
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 all environments are ready, 1 something failed, 130 interrupted."""
+    options = _parse(argv)
+    began = time.monotonic()
+    try:
+        plans = _plans(options)
+        missing = [plan for plan in plans if not install.is_ready(plan)]
+        for plan in plans:
+            if plan not in missing:
+                print(f"{plan.environment.name}: up to date ({plan.section.key})")
+        failed = _install(missing, options) if missing else []
+    except SetupError as error:
+        failed = [error]
+    except KeyboardInterrupt:
+        print("interrupted; run the command again to go on", file=sys.stderr)
+        return 130
+    for error in failed:
+        print(f"error: {error}", file=sys.stderr)
+    if not failed and missing:
+        print(f"all ready in {time.monotonic() - began:.1f} s")
+    return 1 if failed else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    names = list(catalogue.ENVIRONMENTS)
+    parser = argparse.ArgumentParser(prog="setup_envs.sh", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--dev", action="store_true", help="the development environment as well")
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), help="default: cuda where a GPU is visible")
+    parser.add_argument("--python", type=Path, help="the Python to build with (default: one that the lock names)")
+    parser.add_argument("--venvs", type=Path, default=catalogue.VENVS, help="where to build (default: .venvs)")
+    parser.add_argument("--lock", type=Path, default=catalogue.LOCK, help="the lock (default: envs.lock)")
+    parser.add_argument("--skip-check", action="store_true", help="do not import what was installed")
+    return parser.parse_args(argv)
+
+
+def _plans(options: argparse.Namespace) -> list[install.Plan]:
+    lock = lockfile.read(options.lock)
+    names = list(dict.fromkeys([*(options.only or catalogue.DEFAULT), *(["dev"] if options.dev else [])]))
+    # A machine that is told to use its CPU may have a broken driver: do not ask it.
+    gpus = [] if options.accelerator == "cpu" or names == ["dev"] else preflight.gpus()
+    accelerator = options.accelerator or ("cuda" if gpus else "cpu")
+    plans = []
+    for name in names:
+        python, version = preflight.find_python(lock, name, accelerator, options.python)
+        section = lock.find(name, accelerator, version)
+        assert section is not None, "find_python answers from the lock"
+        preflight.check_platform(section)
+        if gpus and accelerator == "cuda":
+            preflight.check_driver(section, gpus[0].driver)
+        plans.append(
+            install.Plan(
+                environment=catalogue.ENVIRONMENTS[name],
+                section=section,
+                accelerator=section.accelerator,
+                python=python,
+                root=catalogue.ROOT,
+                venvs=options.venvs,
+                gpu=bool(gpus),
+                check=not options.skip_check,
+            )
+        )
+    return plans
+
+
+def _install(plans: list[install.Plan], options: argparse.Namespace) -> list[SetupError]:
+    preflight.check_disk((plan.section for plan in plans if not plan.build.exists()), options.venvs)
+    uv = find_or_install(lockfile.read(options.lock), options.venvs.absolute())
+    failed = []
+    with ThreadPoolExecutor(max_workers=len(plans)) as pool:
+        try:
+            for plan, future in [(plan, pool.submit(_one, plan, uv)) for plan in plans]:
+                error = future.exception()
+                if isinstance(error, SetupError):
+                    failed.append(error)
+                elif error:
+                    raise error
+                else:
+                    _report(plan, future.result())
+        except KeyboardInterrupt:
+            end_children()
+            raise
+    return failed
+
+
+def _one(plan: install.Plan, uv: Path) -> install.Result:
+    gigabytes = plan.section.download_bytes / 1e9
+    name, count = plan.environment.name, len(plan.section.packages)
+    print(f"{name}: {plan.section.key}, {count} packages, {gigabytes:.1f} GB of wheels", flush=True)
+    return install.install(plan, uv)
+
+
+def _report(plan: install.Plan, result: install.Result) -> None:
+    times = f"installed in {result.install_s:.1f} s, checked in {result.check_s:.1f} s"
+    print(f"{plan.environment.name}: ready, {times}", *(f"  {note}" for note in result.notes), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
