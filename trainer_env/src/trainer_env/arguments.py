@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import typing
 from pathlib import Path
 
@@ -107,7 +108,8 @@ class _Version(argparse.Action):
     """Looks the version up only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.exit(message=f"tandem {version()}\n")
+        sys.stdout.write(f"tandem {version()}\n")
+        parser.exit()
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
