@@ -33,6 +33,8 @@ def tokenizer() -> Any:
     loaded.eos_token = EOS
     loaded.pad_token = EOS
     loaded.padding_side = "left"
+    # Byte-level tokens need none of it, and transformers warns about it at each use.
+    loaded.clean_up_tokenization_spaces = False
     return loaded
 
 
@@ -57,7 +59,7 @@ def smollm2(eos_id: int) -> Any:
 
 
 def tiny_random_llama(vocab_size: int, eos_id: int, scale: float) -> Any:
-    """A random Llama of 2 layers, hidden size 64, head size 32, in float32; the same for the same scale, on any machine.
+    """A random Llama of 2 layers, hidden size 64, head size 32, in float32; the same for the same scale, anywhere.
 
     scale: factor on the standard deviation (0.02) of the initial weights.
     """

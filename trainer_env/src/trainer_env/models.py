@@ -1,7 +1,7 @@
 """Where a model's files are: the `builtin:` models, made once into the cache, local folders, and names on the hub.
 
-A builtin model needs no download beyond the package index. It is made by `trainer_env.conversion` in a process of its own,
-so that the memory this takes goes back before training starts.
+A builtin model needs no download beyond the package index. It is made by `trainer_env.conversion` in a process of its
+own, so that the memory this takes goes back before training starts.
 """
 
 import difflib
@@ -32,7 +32,7 @@ def cache_dir() -> Path:
 def resolve(model: str) -> str:
     """What to hand to transformers and to the engine for `model`: an absolute folder, or a name on the hub.
 
-    `builtin:smollm2-135m-instruct` is a real small model; `builtin:tiny-random-llama` is random and tiny, for tests, and
+    `builtin:smollm2-135m-instruct` is a real small model. `builtin:tiny-random-llama` is random and tiny, for tests;
     `builtin:tiny-random-llama?scale=8` has weights eight times as large, so that its outputs differ visibly.
     Raises ConfigError for a model that does not exist.
     """

@@ -1,0 +1,65 @@
+"""The run's rewards as TRL calls them, and the batch they scored, as people read it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainer_env.records import Sample
+from trainer_env.rewards import Reward
+
+_TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL adds to a row's columns for reward functions of its own style."""
+
+
+class Scoring:
+    """Hands each reward to TRL and remembers what it gave the latest generation batch."""
+
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        self._rewards = rewards
+        self._scores: dict[str, list[float]] = {}
+        self._prompts: list[Any] = []
+        self._completions: list[Any] = []
+        self._columns: dict[str, list[Any]] = {}
+
+    @property
+    def weights(self) -> list[float]:
+        """One a reward, in TRL's order."""
+        return [reward.weight for reward in self._rewards]
+
+    def functions(self) -> list[Callable[..., list[float]]]:
+        """One function a reward, named after it, for TRL's reward_funcs."""
+        return [self._function(reward) for reward in self._rewards]
+
+    def _function(self, reward: Reward) -> Callable[..., list[float]]:
+        def score(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+            kept = {name: values for name, values in columns.items() if name not in _TRL_ONLY}
+            scores = reward(prompts, completions, **kept)
+            self._prompts, self._completions, self._columns = prompts, completions, kept
+            self._scores[reward.name] = scores
+            return scores
+
+        score.__name__ = reward.name
+        return score
+
+    def samples(self, step: int, versions: Sequence[int]) -> list[Sample]:
+        """The latest generation batch with its rewards. versions: the adapter version that sampled each row."""
+        answers = self._columns.get("answer") or [None] * len(versions)
+        reasons = self._columns.get("finish_reason") or [None] * len(versions)
+        return [
+            Sample(
+                phase="train",
+                step=step,
+                version=version,
+                prompt=readable(self._prompts[row]),
+                completion=readable(self._completions[row]),
+                reward=sum(reward.weight * self._scores[reward.name][row] for reward in self._rewards),
+                rewards={name: scores[row] for name, scores in self._scores.items()},
+                answer=answers[row],
+                finish_reason=reasons[row],
+            )
+            for row, version in enumerate(versions)
+        ]
+
+
+def readable(text: str | list[dict[str, Any]]) -> str:
+    """A prompt or completion as one text: a conversation's turns, one after the other."""
+    return text if isinstance(text, str) else "\n".join(str(message["content"]) for message in text)

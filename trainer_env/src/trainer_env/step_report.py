@@ -1,0 +1,142 @@
+"""What happens at the end of an optimizer step: the adapter is published, and the step's figures are recorded."""
+
+import time
+import warnings
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from bridge.errors import SyncMismatch
+from trainer_env.agreement import Agreement, Figures
+from trainer_env.publisher import Publisher
+from trainer_env.records import StepMetrics
+from trainer_env.rollouts import Batch, Rollouts
+from trainer_env.scoring import Scoring
+from trainer_env.tracking import Tracker
+
+FIRST_RATIO_TOLERANCE = 0.05
+"""How far the first on-policy ratio may be from 1. Rounding in bfloat16 moves the mean of a batch by 0.01 at most."""
+
+
+class RatioWarning(UserWarning):
+    """The first step's logprobs show that trainer and server do not compute the same policy."""
+
+
+class StepReport(TrainerCallback):
+    """Publishes early, so that the server has the new adapter before it is asked for the next rollout.
+
+    A step's seconds are split into rollout_s, waiting for completions, and train_s, all the rest but publishing.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        rollouts: Rollouts,
+        publisher: Publisher,
+        agreement: Agreement,
+        scoring: Scoring,
+        tracker: Tracker,
+        after_step: Callable[[int], None] | None = None,
+        stop: Event | None = None,
+    ) -> None:
+        self._model = model
+        self._rollouts = rollouts
+        self._publisher = publisher
+        self._agreement = agreement
+        self._scoring = scoring
+        self._tracker = tracker
+        self._after_step = after_step
+        self._stop = stop
+        self._mark = 0.0
+        self._step_s = 0.0
+        self._batches: list[Batch] = []
+        self._carried: dict[str, float] = {}
+        self._checked = False
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        self._mark = time.perf_counter()
+
+    def on_step_end(self, _: Any, state: TrainerState, control: TrainerControl, **__: Any) -> TrainerControl:
+        """Publish the adapter that this step made; end the run if asked to. The last step is always kept."""
+        self._step_s = time.perf_counter() - self._mark
+        if self._rollouts.calls == 0:
+            raise SyncMismatch(
+                "The trainer took an optimizer step without calling rollout_func.",
+                why="This release of TRL or Unsloth ignores it, and samples from the training model instead.",
+                remedy="Install the pinned versions with scripts/setup_envs.sh.",
+            )
+        if state.is_world_process_zero:
+            self._publisher.publish(state.global_step, self._model)
+        if self._stop is not None and self._stop.is_set():
+            control.should_training_stop = True
+        # The last step's checkpoint lets a run be made longer.
+        control.should_save = control.should_save or control.should_training_stop
+        return control
+
+    def on_log(self, _: Any, state: TrainerState, __: Any, logs: dict[str, float], **___: Any) -> None:
+        """Record the step, now that TRL has its figures. Called once a step, and once more at the end of training."""
+        if "learning_rate" not in logs:
+            return
+        batches, self._rollouts.batches = self._rollouts.batches, []
+        figures = self._agreement.take()
+        if state.is_world_process_zero:
+            self._publisher.require_change(
+                learning_rate=logs["learning_rate"], grad_norm=float(logs.get("grad_norm", 0.0))
+            )
+            self._warn_of_first_ratio(state.global_step, figures)
+            metrics = self._metrics(state.global_step, logs, batches, figures)
+            samples = self._scoring.samples(state.global_step, batches[-1].versions) if batches else []
+            self._tracker.step(metrics, samples)
+        if self._after_step is not None:
+            self._after_step(state.global_step)
+        self._mark = time.perf_counter()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Writing a checkpoint is no part of the next step."""
+        self._mark = time.perf_counter()
+
+    def _metrics(self, step: int, logs: dict[str, float], batches: list[Batch], figures: Figures) -> StepMetrics:
+        # A step that reuses a batch has no rollout: its reward and length are those of the batch.
+        self._carried |= {
+            key: logs[key] for key in ("reward", "reward_std", "completions/mean_length") if logs.get(key) is not None
+        }
+        published = self._publisher.last
+        assert published is not None, "a step ends with a publish"
+        rollout_s, tokens = sum(batch.seconds for batch in batches), sum(batch.tokens for batch in batches)
+        return StepMetrics(
+            step=step,
+            version=published.loaded.version,
+            staleness=None if figures.oldest_version is None else step - 1 - figures.oldest_version,
+            reward_mean=self._carried.get("reward"),
+            reward_std=self._carried.get("reward_std"),
+            loss=logs.get("loss"),
+            learning_rate=logs["learning_rate"],
+            ratio_mean=figures.ratio_mean,
+            dlogp_mean_abs=figures.dlogp_mean_abs,
+            grad_norm=logs.get("grad_norm"),
+            completion_length=self._carried.get("completions/mean_length"),
+            rollout_s=rollout_s,
+            train_s=max(0.0, self._step_s - rollout_s),
+            publish_ms=published.publish_ms,
+            load_ms=published.load_ms,
+            generated_tokens=tokens,
+            generated_tokens_per_s=tokens / rollout_s if rollout_s else None,
+        )
+
+    def _warn_of_first_ratio(self, step: int, figures: Figures) -> None:
+        """On-policy, the ratio of the first step taken here is 1 but for rounding."""
+        if self._checked or figures.ratio_mean is None:
+            return
+        self._checked = True
+        if figures.oldest_version == step - 1 and abs(figures.ratio_mean - 1) > FIRST_RATIO_TOLERANCE:
+            warnings.warn(
+                f"The first step's importance ratio is {figures.ratio_mean:.3f}, and on-policy it should be 1: trainer "
+                "and server do not compute the same policy. Likely causes: another base model or quantization on one "
+                "side, logprobs that are not at the sampling temperature, an adapter that the engine ignores.",
+                RatioWarning,
+                stacklevel=2,
+            )
