@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 all environments are ready, 1 something failed, 130 interrupted."""
     options = _parse(argv)
     began = time.monotonic()
+    missing = []
     try:
         plans = _plans(options)
         missing = [plan for plan in plans if not install.is_ready(plan)]
@@ -51,7 +52,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _plans(options: argparse.Namespace) -> list[install.Plan]:
     lock = lockfile.read(options.lock)
-    names = list(dict.fromkeys([*(options.only or catalogue.DEFAULT), *(["dev"] if options.dev else [])]))
+    chosen: list[str] = [*(options.only or catalogue.DEFAULT), *(["dev"] if options.dev else [])]
+    names = list(dict.fromkeys(chosen))
     # A machine that is told to use its CPU may have a broken driver: do not ask it.
     gpus = [] if options.accelerator == "cpu" or names == ["dev"] else preflight.gpus()
     accelerator = options.accelerator or ("cuda" if gpus else "cpu")

@@ -23,7 +23,7 @@ import runpy
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 _ENTRY_POINTS = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 # Every engine's parser has one of these; parsers of other tools that start on the way have neither.
@@ -55,12 +55,13 @@ def capture_parser(engine: str) -> argparse.ArgumentParser:
         return found.parser
     finally:
         argparse.ArgumentParser.parse_known_args = original
-    _fail(f"{_ENTRY_POINTS[engine]} ended without parsing a command line")
+    sys.exit(f"{_ENTRY_POINTS[engine]} ended without parsing a command line")
 
 
 def describe(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
     """The options of a parser, as plain data."""
-    return [_describe(action) for action in parser._actions if action.option_strings and action.dest != "help"]
+    actions = parser._actions  # noqa: SLF001 - argparse has no other way to list what was added
+    return [_describe(action) for action in actions if action.option_strings and action.dest != "help"]
 
 
 def _describe(action: argparse.Action) -> dict[str, Any]:
@@ -77,10 +78,6 @@ def _describe(action: argparse.Action) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _fail(why: str) -> NoReturn:
-    sys.exit(f"engine_options: {why}")
 
 
 def main() -> None:

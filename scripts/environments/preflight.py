@@ -92,7 +92,7 @@ def check_driver(section: Section, driver: str) -> None:
     """
     major = cuda_major(section)
     needed = OLDEST_DRIVER.get(major or 0)
-    if needed and int(driver.split(".")[0]) < needed:
+    if needed and _numbers(driver) < (needed,):
         raise SetupError(
             f"the NVIDIA driver {driver} is too old",
             why=f"{section.environment} is built for CUDA {major}, which needs driver {needed} or newer",

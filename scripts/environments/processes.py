@@ -26,7 +26,7 @@ _FOREIGN = (
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment variables without the ones that name another Python, plus `extra`."""
+    """Return our environment variables without the ones that name another Python, plus `extra`."""
     return {name: value for name, value in os.environ.items() if name not in _FOREIGN} | dict(extra or {})
 
 

@@ -54,24 +54,23 @@ def check(
     Raises:
         SetupError: an import or the listing fails.
     """
-    outcome_state = state(environment, accelerator, root, gpu=gpu)
+    now = state(environment, accelerator, root, gpu=gpu)
     if accelerator == "cuda" and not gpu:
         why = "skipped: no GPU here; run this again on the GPU host"
-        return Outcome(outcome_state, why, why if environment.engine else "none")
+        return Outcome(now, why, why if environment.engine else "none")
     variables = _variables(environment, accelerator, root)
-    _run(build, ["-c", f"import {', '.join(environment.imports)}"], variables, log, keep_open, "its imports fail")
+    python = _Python(build, variables, log, keep_open)
+    python.run("-c", f"import {', '.join(environment.imports)}", failure="its imports fail")
     if not environment.engine:
-        return Outcome(outcome_state, "passed", "none")
+        return Outcome(now, "passed", "none")
     if environment.engine == "sglang" and accelerator == "cpu" and "PYTHONPATH" not in variables:
         why = f"skipped: the list of SGLang's options needs the stand-ins in {SGLANG_CPU_PATH}"
-        return Outcome(outcome_state, "passed", why)
+        return Outcome(now, "passed", why)
     script = Path(__file__).with_name("engine_options.py")
     aside = build / f".{OPTIONS_FILE}"
-    _run(
-        build, [script, environment.engine, aside], variables, log, keep_open, "its engine cannot list its options"
-    )
+    python.run(script, environment.engine, aside, failure="its engine cannot list its options")
     aside.replace(build / OPTIONS_FILE)
-    return Outcome(outcome_state, "passed", "written")
+    return Outcome(now, "passed", "written")
 
 
 def _variables(environment: Environment, accelerator: str, root: Path) -> dict[str, str]:
@@ -84,29 +83,31 @@ def _variables(environment: Environment, accelerator: str, root: Path) -> dict[s
     return clean_environment(extra)
 
 
-def _run(
-    build: Path,
-    arguments: list[str | Path],
-    variables: Mapping[str, str],
-    log: Path,
-    keep_open: int,
-    failure: str,
-) -> None:
-    # Unsloth writes a cache into the working directory: give it one that goes away.
-    with tempfile.TemporaryDirectory() as scratch:
-        status = run(
-            [build / "bin" / "python", *arguments],
-            log=log,
-            timeout_s=TIMEOUT_S,
-            env=variables,
-            cwd=Path(scratch),
-            keep_open=keep_open,
-        )
-    if status:
-        last = tail(log, 1)
-        raise SetupError(
-            f"{build.name} was installed, but {failure}",
-            why=last[0].strip() if last else f"Python ended with status {status}",
-            remedy="run scripts/doctor.py, and compare the machine with the limits in README.md",
-            log=log,
-        )
+@dataclass(frozen=True)
+class _Python:
+    """The Python of a build, run with its output in the build's log."""
+
+    build: Path
+    variables: Mapping[str, str]
+    log: Path
+    keep_open: int
+
+    def run(self, *arguments: str | Path, failure: str) -> None:
+        # Unsloth writes a cache into the working directory: give it one that goes away.
+        with tempfile.TemporaryDirectory() as scratch:
+            status = run(
+                [self.build / "bin" / "python", *arguments],
+                log=self.log,
+                timeout_s=TIMEOUT_S,
+                env=self.variables,
+                cwd=Path(scratch),
+                keep_open=self.keep_open,
+            )
+        if status:
+            last = tail(self.log, 1)
+            raise SetupError(
+                f"{self.build.name} was installed, but {failure}",
+                why=last[0].strip() if last else f"Python ended with status {status}",
+                remedy="run scripts/doctor.py, and compare the machine with the limits in README.md",
+                log=self.log,
+            )

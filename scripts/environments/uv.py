@@ -37,7 +37,7 @@ _CPU_TORCH = "https://download.pytorch.org/whl/cpu/torch/"
 
 
 def settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """uv's spelling of pip's settings in `variables`; where uv's own is set, that one wins."""
+    """Spell pip's settings in `variables` as uv does; where uv's own is set, that one wins."""
     found = {
         ours: variables[theirs]
         for theirs, ours in _SPELLING.items()
@@ -124,13 +124,8 @@ def _build(built: Path, requirement: str, venvs: Path, descriptor: int) -> None:
         listed.write(requirement)
         listed.flush()
         hashes = ["--require-hashes"] if "--hash" in requirement else []
-        status = run(
-            [built / "bin/python", "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", *hashes]
-            + ["--requirement", listed.name],
-            log=log,
-            timeout_s=PIP_TIMEOUT_S,
-            keep_open=descriptor,
-        )
+        pip = [built / "bin" / "python", "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", *hashes]
+        status = run([*pip, "--requirement", listed.name], log=log, timeout_s=PIP_TIMEOUT_S, keep_open=descriptor)
     if status:
         last = tail(log, 1)
         raise SetupError(
@@ -139,4 +134,4 @@ def _build(built: Path, requirement: str, venvs: Path, descriptor: int) -> None:
             remedy="set PIP_INDEX_URL to a reachable index, or put uv on PATH yourself",
             log=log,
         )
-    atomic.write_marker(built, {"requirement": requirement.split(" ")[0]})
+    atomic.write_marker(built, {"requirement": requirement.split(" ", maxsplit=1)[0]})

@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Say what is wrong with this machine or with the installation, and what to do about it.
+
+    scripts/doctor.py            check the machine, the environments and their compiled parts
+    scripts/doctor.py --json     the same as one JSON object
+    scripts/doctor.py --smoke    then run a small training from end to end, in numbered steps
+
+Exit status: 0 all is well, 1 there are warnings, 2 Tandem cannot run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from environments import catalogue, installation, lockfile, machine, preflight
+from environments.errors import SetupError
+from environments.findings import Finding, exit_status
+from environments.install import Plan
+
+SMOKE_CONFIG = catalogue.ROOT / "configs" / "smoke.toml"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report and return the exit status."""
+    options = _parse(argv)
+    findings = examine(options.accelerator, options.venvs, options.lock, options.python)
+    if options.json:
+        report = {"checks": [asdict(finding) for finding in findings], "status": exit_status(findings)}
+        print(json.dumps(report, indent=1))
+    else:
+        _print(findings)
+    status = exit_status(findings)
+    if options.smoke and status < 2:
+        return max(status, smoke(options.venvs))
+    return status
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check this machine and the installation.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--smoke", action="store_true", help="run a small training from end to end afterwards")
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), help="default: cuda where a GPU is visible")
+    parser.add_argument("--python", type=Path, help="the Python that the environments are built with")
+    parser.add_argument("--venvs", type=Path, default=catalogue.VENVS, help="where they stand (default: .venvs)")
+    parser.add_argument("--lock", type=Path, default=catalogue.LOCK, help="the lock (default: envs.lock)")
+    return parser.parse_args(argv)
+
+
+def examine(accelerator: str | None, venvs: Path, lock: Path, python: Path | None = None) -> list[Finding]:
+    """All findings, the machine's first."""
+    gpus: list[preflight.Gpu] | SetupError
+    try:
+        gpus = preflight.gpus()
+    except SetupError as error:
+        gpus = error
+    found = accelerator or ("cuda" if gpus else "cpu")
+    try:
+        plans = _plans(lockfile.read(lock), found, venvs, python, gpu=isinstance(gpus, list) and bool(gpus))
+    except SetupError as error:
+        return [machine.refused("lock and Python", error)]
+    return [*machine.check([plan.section for plan in plans], gpus, venvs), *installation.check(plans)]
+
+
+def _plans(lock: lockfile.Lock, accelerator: str, venvs: Path, python: Path | None, *, gpu: bool) -> list[Plan]:
+    plans = []
+    for name in catalogue.DEFAULT:
+        interpreter, version = preflight.find_python(lock, name, accelerator, python)
+        section = lock.find(name, accelerator, version)
+        assert section is not None, "find_python answers from the lock"
+        environment = catalogue.ENVIRONMENTS[name]
+        plans.append(Plan(environment, section, accelerator, interpreter, catalogue.ROOT, venvs, gpu))
+    return plans
+
+
+def _print(findings: list[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark = {"ok": "ok  ", "warning": "WARN", "failure": "FAIL"}[finding.status]
+        print(f"{mark}  {finding.name:<{width}}  {finding.detail}")
+        if finding.remedy:
+            print(f"      {'':<{width}}  do: {finding.remedy}")
+
+
+def smoke(venvs: Path) -> int:
+    """Run a small training from end to end, printing numbered steps; 0 when all of them pass, else 2."""
+    command = venvs / "trainer" / "bin" / "tandem-train"
+    steps = (
+        ("the trainer's command answers", [command, "--help"], 60),
+        ("a server starts, a step trains, the adapter is served, all ends", [command, "--config", SMOKE_CONFIG], 600),
+    )
+    for number, (what, words, limit_s) in enumerate(steps, start=1):
+        began = time.monotonic()
+        try:
+            answer = subprocess.run(words, capture_output=True, text=True, check=False, timeout=limit_s)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            print(f"{number}. {what}: FAILED ({error})")
+            return 2
+        if answer.returncode:
+            last = (answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1]
+            print(f"{number}. {what}: FAILED ({last})")
+            return 2
+        print(f"{number}. {what}: ok, {time.monotonic() - began:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
