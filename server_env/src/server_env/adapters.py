@@ -1,0 +1,305 @@
+"""Adapter versions: published, loaded under a name of their own, switched to, counted in use, retired.
+
+The newest `kept` versions can be named by requests. An older one is *outgoing*: it stays loaded until the last request
+that began with it is answered. Requests hold a version through `lease`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import BridgeError, EngineFailed, Refused, StaleVersion
+from bridge.protocol import AdapterLoaded, PublishAdapter
+from server_env.engine import Engine, EngineGone
+from server_env.peft_adapter import BaseModel, check
+from server_env.spool import Spool
+from server_env.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+UNLOAD_TIMEOUT_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class Loaded:
+    """One adapter as the engine holds it. name: the engine's, never used twice in one life of the server."""
+
+    name: str
+    path: Path
+    sha256: str
+    config: dict[str, Any]
+    users: int = 0
+    """Versions that are this adapter: more than one when bytes were published again."""
+
+
+@dataclass(eq=False, slots=True)
+class Version:
+    """What a request asks for. adapter: None for the base model. requests: those in flight under it."""
+
+    number: int
+    adapter: Loaded | None
+    answer: AdapterLoaded
+    requests: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the engine calls it; empty for the base model."""
+        return self.adapter.name if self.adapter else ""
+
+
+BASE = AdapterLoaded(version=0, name="", nbytes=0, spool_s=0.0, load_s=0.0)
+
+
+@dataclass
+class AdapterLimits:
+    """max_rank as the engine was started; kept: newest versions that can be named; held: adapters loaded at once."""
+
+    max_rank: int
+    kept: int
+    held: int
+    load_timeout_s: float
+
+
+@dataclass
+class Adapters:
+    """All versions of one server."""
+
+    supervisor: Supervisor
+    spool: Spool
+    base: BaseModel
+    limits: AdapterLimits
+    newest: int = 0
+    _versions: dict[int, Version] = field(default_factory=lambda: {0: Version(0, None, BASE)})
+    _outgoing: set[Version] = field(default_factory=set)
+    _waiting: list[tuple[int, asyncio.Future[None]]] = field(default_factory=list)
+    _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _room: asyncio.Event = field(default_factory=asyncio.Event)
+    _any_next: bool = True
+    _names: set[str] = field(default_factory=set)
+    _to_delete: list[Path] = field(default_factory=list)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def loaded(self) -> tuple[int, ...]:
+        """Versions that requests may name, the base model aside."""
+        return tuple(sorted(self._versions.keys() - {0}))
+
+    @property
+    def in_use(self) -> dict[int, int]:
+        """Requests in flight by version."""
+        return {v.number: v.requests for v in self._all() if v.requests}
+
+    @contextlib.asynccontextmanager
+    async def lease(self, version: int, min_version: int) -> AsyncIterator[Version]:
+        """Hold a version: exactly `version`, or with -1 the newest one once it is at least min_version.
+
+        Raises StaleVersion for one that will never be served, and the publisher's error when the publish that this
+        waits for is refused.
+        """
+        await self._wait_for(max(version, min_version))
+        held = self._versions.get(self.newest if version < 0 else version)
+        if held is None:
+            raise StaleVersion(
+                f"Adapter version {version} is no longer served; the server has {self.loaded}.",
+                remedy="Ask for a newer one, or raise server.max_staleness.",
+            )
+        held.requests += 1
+        try:
+            yield held
+        finally:
+            held.requests -= 1
+            self._retire_outgoing()
+
+    async def publish(self, request: PublishAdapter, data: memoryview | None) -> AdapterLoaded:
+        """Make an adapter the newest version. Raises Refused or StaleVersion, and then the last one serves on."""
+        async with self._publishing:
+            if known := self._published_before(request):
+                return known
+            try:
+                answer = await self._publish(request, memoryview(b"") if data is None else data)
+            except BridgeError as error:
+                self._fail_waiting(request.version, error)
+                raise
+        log.info("version %d serves: %s", answer.version, answer)
+        return answer
+
+    def _published_before(self, request: PublishAdapter) -> AdapterLoaded | None:
+        newest = self._versions[self.newest]
+        if newest.adapter and request.version == self.newest and request.sha256 == newest.adapter.sha256:
+            return newest.answer
+        if request.version < 1 or (request.version <= self.newest and not self._any_next):
+            raise StaleVersion(
+                f"Adapter version {request.version} came after version {self.newest}.",
+                why="Versions are optimizer steps, and rise.",
+                remedy="A run that goes back to an older checkpoint attaches anew; its first version may be any.",
+            )
+        return None
+
+    async def _publish(self, request: PublishAdapter, data: memoryview) -> AdapterLoaded:
+        newest = self._versions[self.newest].adapter
+        if newest and newest.sha256 == request.sha256 and newest.config == request.adapter_config:
+            answer = AdapterLoaded(
+                version=request.version,
+                name=newest.name,
+                nbytes=len(data),
+                spool_s=0.0,
+                load_s=0.0,
+                alias_of=self.newest,
+            )
+            return self._switch(Version(request.version, newest, answer))
+        await self._until_there_is_room()
+        started = time.monotonic()
+        adapter = await asyncio.to_thread(self._spool, self._new_name(request.version), request, data)
+        spooled = time.monotonic()
+        try:
+            await self.supervisor.call(lambda engine: self._load(engine, adapter))
+        except BaseException:
+            self._drop(adapter)
+            raise
+        answer = AdapterLoaded(
+            version=request.version,
+            name=adapter.name,
+            nbytes=len(data),
+            spool_s=spooled - started,
+            load_s=time.monotonic() - spooled,
+        )
+        return self._switch(Version(request.version, adapter, answer))
+
+    def _spool(self, name: str, request: PublishAdapter, data: memoryview) -> Loaded:
+        check(request.adapter_config, data, max_rank=self.limits.max_rank, base=self.base)
+        path = self.spool.write(name, data, request.sha256, request.adapter_config)
+        return Loaded(name, path, request.sha256, request.adapter_config)
+
+    async def _load(self, engine: Engine, adapter: Loaded) -> None:
+        try:
+            async with asyncio.timeout(self.limits.load_timeout_s):
+                await engine.load_adapter(adapter.name, adapter.path)
+        except TimeoutError:
+            raise EngineFailed(
+                f"The engine did not load adapter {adapter.name} within {self.limits.load_timeout_s:g} s.",
+                why="It is stuck, or busy with very long steps.",
+                remedy="Raise server.load_timeout_s if its log shows that it was working.",
+            ) from None
+
+    def _switch(self, version: Version) -> AdapterLoaded:
+        """From here on new requests get this version."""
+        if version.adapter:
+            version.adapter.users += 1
+        if version.number <= self.newest:  # The first version of a new epoch: those of the last one are history.
+            self._let_go(lambda number: number != 0)
+        self._versions[version.number] = version
+        self.newest = version.number
+        self._any_next = False
+        kept = sorted(self._versions)[-self.limits.kept :]
+        self._let_go(lambda number: number != 0 and number not in kept)
+        for minimum, waiter in self._waiting:
+            if minimum <= self.newest and not waiter.done():
+                waiter.set_result(None)
+        return version.answer
+
+    def new_epoch(self, *, same_run: bool) -> None:
+        """Another trainer took over: its first version may be any. Versions of another run are no longer served."""
+        self._any_next = True
+        if not same_run:
+            self.newest = 0
+            self._let_go(lambda number: number != 0)
+
+    async def engine_started(self, engine: Engine) -> None:
+        """Load everything that is live into an engine that has just started. Raises EngineFailed, EngineGone."""
+        for adapter in {v.adapter for v in self._all() if v.adapter}:
+            try:
+                await self._load(engine, adapter)
+            except Refused as error:
+                raise EngineFailed(
+                    f"Adapter {adapter.name}, which served before, does not load: {error.what}"
+                ) from None
+
+    async def close(self) -> None:
+        """Stop retiring; the files go with the spool."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _all(self) -> Iterator[Version]:
+        yield from self._versions.values()
+        yield from self._outgoing
+
+    def _live(self) -> int:
+        return len({v.adapter for v in self._all() if v.adapter})
+
+    async def _wait_for(self, minimum: int) -> None:
+        if minimum <= self.newest:
+            return
+        waiter = (minimum, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        try:
+            await waiter[1]
+        finally:
+            self._waiting.remove(waiter)
+
+    def _fail_waiting(self, version: int, error: BridgeError) -> None:
+        for minimum, waiter in self._waiting:
+            if minimum <= version and not waiter.done():
+                waiter.set_exception(
+                    StaleVersion(
+                        f"Adapter version {version}, which this request waited for, was refused: {error.what}",
+                        why=error.why,
+                        remedy=error.remedy,
+                    )
+                )
+
+    async def _until_there_is_room(self) -> None:
+        """Publishing waits for requests that hold old versions rather than have the engine drop one of theirs."""
+        while self._live() + 1 > self.limits.held:
+            self._room.clear()
+            await self._room.wait()
+
+    def _new_name(self, version: int) -> str:
+        """`policy-v000012`; with a suffix where that name was used before, for engines cache under names."""
+        name = plain = f"policy-v{version:06d}"
+        tries = 1
+        while name in self._names:
+            tries += 1
+            name = f"{plain}-{tries}"
+        self._names.add(name)
+        return name
+
+    def _let_go(self, which: Callable[[int], bool]) -> None:
+        for number in [n for n in self._versions if which(n)]:
+            self._outgoing.add(self._versions.pop(number))
+        self._retire_outgoing()
+
+    def _retire_outgoing(self) -> None:
+        for version in [v for v in self._outgoing if not v.requests]:
+            self._outgoing.remove(version)
+            adapter = version.adapter
+            if adapter:
+                adapter.users -= 1
+                if not adapter.users:
+                    self._drop(adapter)
+        self._room.set()
+
+    def _drop(self, adapter: Loaded) -> None:
+        """Unload an adapter that no request can name. Its files go one retirement later: the engine may still be on its
+        way to hear that the last request under it was cancelled.
+        """
+        for path in self._to_delete:
+            self.spool.delete(path)
+        self._to_delete = [adapter.path]
+        task = asyncio.create_task(self._unload(adapter))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _unload(self, adapter: Loaded) -> None:
+        if self.supervisor.state != "ready":
+            return  # The next life of the engine never hears of it.
+        try:
+            async with asyncio.timeout(UNLOAD_TIMEOUT_S):
+                await self.supervisor.engine.unload_adapter(adapter.name)
+        except (BridgeError, EngineGone, TimeoutError) as error:
+            log.warning("adapter %s was not unloaded: %r", adapter.name, error)

@@ -1,0 +1,44 @@
+"""Folders that an engine keeps between runs (compiled kernels), one for each combination that must not be mixed."""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+MAX_SERVERS = 64
+
+
+class EngineCache:
+    """A locked folder of one engine, version and command line. A second server of the same kind gets another."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def acquire(cls, engine: str, version: str, words: Sequence[str]) -> Self:
+        """The first free folder for this engine. words: its command line, without what changes from start to start."""
+        digest = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+        parent = root() / "engines" / f"{engine}-{version or 'unknown'}"
+        for index in range(MAX_SERVERS):
+            path = parent / f"{digest}-{index}"
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                continue
+            return cls(path, lock)
+        raise AssertionError(f"{MAX_SERVERS} servers of one kind run at once")
+
+    def release(self) -> None:
+        """Let another server use the folder."""
+        os.close(self._lock)
+
+
+def root() -> Path:
+    """Where Tandem keeps what it may always make again."""
+    return Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")

@@ -1,0 +1,102 @@
+"""`tandem-server`: the command line. Parses first and imports late, so that --help and mistakes are quick."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bridge.errors import BridgeError
+    from server_env.config import ServerFile
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of tandem-server."""
+    result = argparse.ArgumentParser(
+        prog="tandem-server", description="Tandem's server half: drives vLLM or SGLang and answers the trainer."
+    )
+    result.add_argument("--config", type=Path, required=True, metavar="FILE", help="server.toml")
+    result.add_argument(
+        "--run-dir", type=Path, default=Path(), metavar="DIR", help="where logs and connection.json go (default: here)"
+    )
+    result.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key, e.g. vllm.max_num_seqs=64"
+    )
+    result.add_argument("--listen", metavar="ADDRESS", help="ipc, or tcp://host:port (encrypted)")
+    result.add_argument(
+        "--http", metavar="HOST:PORT", help="offer the engine's OpenAI API and /metrics on a loopback port (0: any)"
+    )
+    result.add_argument(
+        "--check", action="store_true", help="check the configuration, print the engine's command line, start nothing"
+    )
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run tandem-server; the exit code: 0 after an orderly end, 1 when the engine failed, 2 for a wrong config."""
+    arguments = parser().parse_args(argv)
+
+    from bridge.errors import BridgeError, ConfigError
+
+    try:
+        file = _configuration(arguments)
+        if arguments.check:
+            print(_command_line(file))
+        else:
+            _serve(file, arguments.run_dir)
+    except BridgeError as error:
+        print(f"tandem-server: {error}", file=sys.stderr, flush=True)
+        _leave_word(arguments.run_dir, error)
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    return 0
+
+
+def _configuration(arguments: argparse.Namespace) -> "ServerFile":
+    from server_env.config import load
+
+    overrides = list(arguments.set)
+    overrides += [f'{name}="{value}"' for name in ("listen", "http") if (value := getattr(arguments, name)) is not None]
+    return load(arguments.config, overrides)
+
+
+def _command_line(file: "ServerFile") -> str:
+    import shlex
+
+    from server_env.gateway import NOWHERE, make_engine
+
+    return shlex.join(make_engine(file).command(NOWHERE))
+
+
+def _serve(file: "ServerFile", run_dir: Path) -> None:
+    import asyncio
+    import logging
+
+    from bridge.endpoint import private_dir
+
+    private_dir(run_dir)
+    (run_dir / "server_failure.json").unlink(missing_ok=True)
+    logging.basicConfig(
+        filename=run_dir / "server.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    from server_env.gateway import serve
+
+    asyncio.run(serve(file, run_dir))
+
+
+def _leave_word(run_dir: Path, error: "BridgeError") -> None:
+    """Tell whoever started this server, in a file that outlives it."""
+    import msgspec
+
+    from bridge.endpoint import write_private
+    from bridge.errors import to_failure
+
+    if run_dir.is_dir():
+        write_private(run_dir / "server_failure.json", msgspec.json.encode(to_failure(error)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What the user means, said once for every engine: `[server]` in TOML, and the file that tandem-server reads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from bridge.errors import ConfigError
+from bridge.settings import decode_dict, decode_toml
+from server_env.vllm import VLLMConfig
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Intents that every engine knows under a name of its own. None: the engine's default.
+
+    Where `[vllm]` or `[sglang]` sets the engine's own option for the same thing, that one wins.
+    """
+
+    backend: Literal["vllm", "sglang"] = "vllm"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: what the torch of this environment was built for."""
+    model: str = ""
+    """A folder or a hub name; the trainer fills it in."""
+    tokenizer: str = ""
+    """Empty: the model's own."""
+    trust_remote_code: bool = False
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    seed: Natural = 0
+    context_length: Annotated[int, msgspec.Meta(ge=2)] | None = None
+    """Tokens of prompt and completion together."""
+    memory_share: Share | None = None
+    """Part of the device's memory that the engine may take, weights and KV cache together. GPU only."""
+    cpu_kv_gib: Count = 2
+    """GiB of main memory for the KV cache. CPU only."""
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
+    cuda_graphs: bool = True
+    max_sequences: Count | None = None
+    """Sequences that the engine decodes at once."""
+    tensor_parallel: Count = 1
+    sleep: bool = False
+    """Able to give GPU memory back between rollouts (time-share)."""
+    metrics: bool = True
+
+    max_lora_rank: Count = 16
+    max_staleness: Natural = 1
+    """Adapter versions behind the newest that stay servable."""
+    adapter_slots: Count | None = None
+    """Versions that can share a batch. None: max_staleness + 2 (one is being loaded)."""
+    adapters_held: Count | None = None
+    """Versions kept in main memory. None: twice the slots, and two."""
+
+    max_in_flight: Count = 4096
+    """Groups and scores being worked on; past it a client waits."""
+    startup_timeout_s: Positive = 900.0
+    load_timeout_s: Positive = 120.0
+    """For one adapter to be loaded."""
+    stall_timeout_s: Positive = 300.0
+    """An engine that has work and makes no progress for so long is restarted."""
+    spool_dir: str = ""
+    """Where adapter files lie while the engine reads them. Empty: /dev/shm if it has room, else the run directory."""
+    engine_command: tuple[str, ...] = ()
+    """A command in place of the engine's own, which gets the same flags: for wrappers (numactl, nsys) and for tests."""
+    engine_env: dict[str, str] = {}
+    """Environment variables for the engine, over the cleaned ones."""
+
+    @property
+    def slots(self) -> int:
+        """Versions that can share a batch."""
+        return self.adapter_slots or self.max_staleness + 2
+
+    @property
+    def held(self) -> int:
+        """Versions kept in main memory."""
+        return self.adapters_held or 2 * self.slots + 2
+
+
+class ServerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole of server.toml."""
+
+    server: ServerConfig
+    vllm: VLLMConfig = VLLMConfig()
+    sglang: dict[str, Any] = {}
+
+    run_id: str = ""
+    """The one run that may take the lease; empty: any."""
+    lease_s: Positive = 15.0
+    """Without a heartbeat for so long the trainer is believed dead."""
+    keep_server_s: float = 0.0
+    """How long the server outlives its trainer's lease. Negative: until it is told to end."""
+    attach_within_s: Positive = 120.0
+    """How long a server that is ready waits for its first trainer (longer when keep_server_s says so)."""
+    listen: str = "ipc"
+    """`ipc`, or `tcp://host:port` (encrypted; port 0: any free one)."""
+    http: str = ""
+    """`host:port` for people: the engine's OpenAI API and /metrics (port 0: any free one). Empty: none."""
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> ServerFile:
+    """Read and check server.toml, with `key=value` overrides applied. Raises ConfigError."""
+    return checked(decode_toml(path, ServerFile, overrides), str(path))
+
+
+def from_dict(data: dict[str, Any], source: str) -> ServerFile:
+    """The same from plain data. Raises ConfigError."""
+    return checked(decode_dict(data, ServerFile, source), source)
+
+
+def checked(file: ServerFile, source: str) -> ServerFile:
+    """What no single field can say. Raises ConfigError."""
+    server = file.server
+    if not server.model and not (server.backend == "vllm" and file.vllm.model):
+        raise ConfigError(f"{source}: server.model: is missing, and has no default.")
+    if server.slots < server.max_staleness + 2:
+        raise ConfigError(
+            f"{source}: server.adapter_slots: {server.slots} are too few for max_staleness = {server.max_staleness}.",
+            why="The newest version, the stale ones and the one that is being loaded are live at once.",
+            remedy=f"Set server.adapter_slots to {server.max_staleness + 2} or more, or leave it out.",
+        )
+    if server.held <= server.slots:
+        raise ConfigError(
+            f"{source}: server.adapters_held: {server.held} must be above adapter_slots = {server.slots}.",
+            why="An adapter that the engine drops is read from disk again at its next use.",
+            remedy="Leave server.adapters_held out.",
+        )
+    if not file.listen.startswith("tcp://") and file.listen != "ipc":
+        raise ConfigError(f"{source}: listen: expected 'ipc' or 'tcp://host:port', got {file.listen!r}.")
+    return file

@@ -1,0 +1,205 @@
+"""tandem-server as a whole: everything is made, started in order, and taken down so that nothing stays behind."""
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.metadata
+import logging
+import os
+import signal
+import uuid
+from pathlib import Path
+
+from bridge.endpoint import Connection, ipc_address, private_dir, write_connection
+from bridge.errors import ConfigError
+from bridge.protocol import Stats
+from bridge.security import ServerKeys, new_keys
+from bridge.server import BridgeLimits, BridgeServer
+from server_env import options
+from server_env.adapters import AdapterLimits, Adapters
+from server_env.cache import EngineCache
+from server_env.config import ServerFile
+from server_env.engine import Endpoint, Engine
+from server_env.engine_process import EngineProcess
+from server_env.http_front import HttpFront
+from server_env.peft_adapter import BaseModel
+from server_env.scratch import Scratch
+from server_env.service import Service
+from server_env.sleeping import Sleeper
+from server_env.spool import Spool
+from server_env.supervisor import Supervisor
+from server_env.vllm_http import VLLM
+
+log = logging.getLogger(__name__)
+
+STATS_S = 5.0
+NOWHERE = Endpoint(Path("ENGINE.sock"), Path())
+"""Stands for what changes from start to start, where a command line is only looked at."""
+
+
+def device_of(file: ServerFile) -> str:
+    """Cpu or cuda: as configured, else what this environment's torch was built for."""
+    if file.server.device != "auto":
+        return file.server.device
+    try:
+        return "cpu" if importlib.metadata.version("torch").endswith("+cpu") else "cuda"
+    except importlib.metadata.PackageNotFoundError:
+        return "cpu"
+
+
+def make_engine(file: ServerFile) -> Engine:
+    """The configured engine, not started. Raises ConfigError for options that it could not start with."""
+    match file.server.backend:
+        case "vllm":
+            return VLLM(file.server, file.vllm, device_of(file), options.installed())
+        case "sglang":
+            raise ConfigError("server.backend: this server cannot drive SGLang.", remedy="Use backend = 'vllm'.")
+
+
+async def serve(file: ServerFile, run_dir: Path) -> str:
+    """Run a server until it is told to end; why it ended. Raises ConfigError and EngineFailed when it cannot start."""
+    async with contextlib.AsyncExitStack() as stack:
+        gateway = Gateway(file, private_dir(run_dir), stack)
+        return await gateway.run()
+
+
+class Gateway:
+    """One server. What is made here is undone by the exit stack, in the opposite order."""
+
+    def __init__(self, file: ServerFile, run_dir: Path, stack: contextlib.AsyncExitStack) -> None:
+        self._file = file
+        self._run_dir = run_dir
+        self._stack = stack
+        _own(run_dir, stack)
+        self._uuid = uuid.uuid4().hex
+        engine = make_engine(file)
+        scratch = Scratch(self._uuid)
+        stack.callback(scratch.remove)
+        cache = EngineCache.acquire(engine.name, engine.installed_version, engine.command(NOWHERE))
+        stack.callback(cache.release)
+        spool = Spool(scratch.spool(file.server.spool_dir, run_dir))
+        stack.callback(spool.remove)
+        self._scratch = scratch.path
+        self._service = Service(file, server_uuid=self._uuid, log_path=str(run_dir / "server.log"))
+        process = EngineProcess(
+            engine,
+            device=device_of(file),
+            scratch=scratch.path,
+            cache=cache.path,
+            log_path=run_dir / "engine.log",
+            environment=os.environ,
+        )
+        self._supervisor = Supervisor(
+            process,
+            self._service,
+            startup_timeout_s=file.server.startup_timeout_s,
+            stall_timeout_s=file.server.stall_timeout_s,
+        )
+        limits = AdapterLimits(
+            max_rank=engine.max_lora_rank,
+            kept=file.server.max_staleness + 1,
+            held=file.server.held,
+            load_timeout_s=file.server.load_timeout_s,
+        )
+        self._adapters = Adapters(self._supervisor, spool, BaseModel.read(file.server.model), limits)
+        self._service.supervisor = self._supervisor
+        self._service.adapters = self._adapters
+        self._service.sleeper = Sleeper(self._supervisor)
+
+    async def run(self) -> str:
+        """Start, serve, end."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._service.end, signal.Signals(signum).name)
+        self._stack.push_async_callback(self._adapters.close)
+        self._stack.push_async_callback(self._supervisor.stop)
+        if await self._started():
+            await self._serve()
+        log.info("ending: %s", self._service.why_ended)
+        return self._service.why_ended
+
+    async def _started(self) -> bool:
+        """Start the engine; False when the server is told to end meanwhile."""
+        start = asyncio.create_task(self._supervisor.start())
+        ended = asyncio.create_task(self._service.ended.wait())
+        await asyncio.wait({start, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if start.done():
+            start.result()
+            return True
+        start.cancel()
+        await asyncio.wait({start})
+        return False
+
+    async def _serve(self) -> None:
+        data, control, keys, client = self._addresses()
+        bridge = BridgeServer(
+            self._service.handle,
+            data=data,
+            control=control,
+            keys=keys,
+            limits=BridgeLimits(max_in_flight=self._file.server.max_in_flight),
+        )
+        await bridge.start()
+        # The engine goes first: what is in flight is then answered with the reason, while the bridge still can.
+        self._stack.push_async_callback(bridge.stop)
+        self._stack.push_async_callback(self._supervisor.stop)
+        self._service.push = bridge.push
+        self._service.dropped_frames = lambda: bridge.dropped_frames
+        front = HttpFront(self._supervisor, self._service.metrics)
+        self._stack.push_async_callback(front.stop)
+        if self._file.http:
+            self._service.http_url = await front.start(self._file.http)
+        connection = Connection(
+            data=bridge.data,
+            control=bridge.control,
+            server_uuid=self._uuid,
+            pid=os.getpid(),
+            server_key=keys.own.public if keys else "",
+            client_public=client[0],
+            client_secret=client[1],
+            http_url=self._service.http_url,
+            log_path=str((self._run_dir / "server.log").absolute()),
+        )
+        path = self._run_dir / "connection.json"
+        write_connection(path, connection)
+        self._stack.callback(path.unlink, missing_ok=True)
+        print(f"tandem-server is ready: {path}", flush=True)
+        log.info("ready; data %s, control %s", bridge.data, bridge.control)
+        watchers = [asyncio.create_task(self._service.watch_lease()), asyncio.create_task(self._tell_stats(bridge))]
+        ended = asyncio.create_task(self._service.ended.wait())
+        done, _ = await asyncio.wait({ended, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*watchers, ended):
+            task.cancel()
+        for task in done:
+            task.result()
+
+    def _addresses(self) -> tuple[str, str, ServerKeys | None, tuple[str, str]]:
+        """Data and control address, the keys of a tcp server, and the key pair of its client."""
+        if self._file.listen == "ipc":
+            return ipc_address(self._scratch / "data"), ipc_address(self._scratch / "control"), None, ("", "")
+        client = new_keys()
+        keys = ServerKeys(new_keys(), frozenset({client.public}))
+        host, _, port = self._file.listen.rpartition(":")
+        if not port.isdecimal():
+            raise ConfigError(f"listen: expected tcp://host:port, got {self._file.listen!r}.")
+        control = f"{host}:{int(port) + 1 if int(port) else 0}"
+        return self._file.listen, control, keys, client
+
+    async def _tell_stats(self, bridge: BridgeServer) -> None:
+        while True:
+            await asyncio.sleep(STATS_S)
+            bridge.push(Stats(pulse=self._service.pulse()))
+
+
+def _own(run_dir: Path, stack: contextlib.AsyncExitStack) -> None:
+    """One server a run directory. Removes what one that was killed left. Raises ConfigError while another one lives."""
+    lock = os.open(run_dir / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    stack.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"Another tandem-server already serves {run_dir}.", remedy="Use another run name, or end that server first."
+        ) from None
+    (run_dir / "connection.json").unlink(missing_ok=True)

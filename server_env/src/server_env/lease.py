@@ -1,0 +1,82 @@
+"""Which trainer holds the server: one run at a time, as long as its heartbeat comes; each new holder is an epoch."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bridge.errors import Refused
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class LeaseBook:
+    """lease_s: without a heartbeat for so long the holder is believed dead. only_run: the run admitted; empty: any."""
+
+    lease_s: float
+    only_run: str = ""
+    clock: Clock = time.monotonic
+    epoch: int = 0
+    run_id: str = ""
+    _client: str = ""
+    _seen: float = field(default=float("-inf"))
+
+    @property
+    def alive(self) -> bool:
+        """Whether a trainer holds the server."""
+        return self.clock() - self._seen < self.lease_s
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last heartbeat; infinite before the first."""
+        return self.clock() - self._seen
+
+    def attach(self, run_id: str, client: str) -> bool:
+        """Give run_id the lease; whether that began a new epoch. client: `host:pid`, for the error and for restarts.
+
+        Processes of one run share its lease. Raises Refused while another run holds it.
+        """
+        if self.only_run and run_id != self.only_run:
+            raise Refused(
+                f"This server belongs to run {self.only_run!r}, not {run_id!r}.",
+                remedy="Start a server of your own, or use that run's name.",
+            )
+        if self.alive and run_id != self.run_id:
+            raise Refused(
+                f"Run {self.run_id!r} ({self._client}) holds this server.",
+                why=f"It was heard from {self.silent_s:.1f} s ago; its lease ends after {self.lease_s:g} s of silence.",
+                remedy="Wait until it has ended, or start a server of your own.",
+            )
+        fresh = not self.alive or _died_here(self._client)
+        if fresh:
+            self.epoch += 1
+            self._client = client
+        self.run_id = run_id
+        self._seen = self.clock()
+        return fresh
+
+    def beat(self, epoch: int) -> None:
+        """A heartbeat. Raises Refused for a trainer that was replaced."""
+        self.admit(epoch)
+        self._seen = self.clock()
+
+    def admit(self, epoch: int) -> None:
+        """Raise Refused for a message of an older epoch. Epoch 0 (an onlooker) is let through."""
+        if 0 < epoch < self.epoch:
+            raise Refused(
+                f"Run {self.run_id!r} has taken this server over (epoch {self.epoch}, yours is {epoch}).",
+                why="No heartbeat of yours came for too long, so it was believed dead.",
+                remedy="`--resume` continues your run on a server of its own.",
+            )
+
+    def end(self) -> None:
+        """The holder is known to be gone."""
+        self._seen = float("-inf")
+
+
+def _died_here(client: str) -> bool:
+    """Whether `host:pid` was a process of this host that is gone."""
+    host, _, pid = client.rpartition(":")
+    return host == os.uname().nodename and pid.isdecimal() and not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,248 @@
+"""Bridge messages onto an engine: who may ask, under which adapter version, and what the answer is."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from bridge import protocol as p
+from bridge.errors import BridgeError, EngineFailed, ProtocolMismatch, Refused
+from bridge.server import Call
+from server_env.adapters import Adapters
+from server_env.config import ServerFile
+from server_env.engine import Engine
+from server_env.lease import LeaseBook
+from server_env.sleeping import Sleeper
+from server_env.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """Answers every message of the protocol. `handle` is the bridge's handler, and it observes the supervisor."""
+
+    http_url = ""
+    adapters: Adapters
+    sleeper: Sleeper
+    supervisor: Supervisor
+
+    def __init__(self, file: ServerFile, *, server_uuid: str, log_path: str) -> None:
+        self.ended = asyncio.Event()
+        """Set when the server should end."""
+        self.why_ended = ""
+        self.push: Callable[[p.Event], None] = lambda _event: None
+        self.dropped_frames: Callable[[], int] = lambda: 0
+        self.book = LeaseBook(file.lease_s, file.run_id)
+        self._file = file
+        self._uuid = server_uuid
+        self._log_path = log_path
+        self._started = time.monotonic()
+        self._requests = 0
+        self._tokens = 0
+        self._dozing = False
+
+    async def handle(self, request: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
+        """The reply to one message. Raises BridgeError to refuse it."""
+        self.book.admit(request.epoch)
+        match request:
+            case p.Generate():
+                return await self._generate(request)
+            case p.Score():
+                return await self._score(request)
+            case p.Hello() | p.Lease() | p.Ping() | p.Status() | p.Shutdown():
+                return await self._about_the_server(request)
+            case p.PublishAdapter():
+                return await self._publish(request, call.buffer)
+            case p.Sleep():
+                return await self.sleeper.sleep()
+            case p.Wake():
+                return await self.sleeper.wake()
+        raise ProtocolMismatch(f"This server does not know what to do with {type(request).__name__}.")
+
+    def end(self, why: str) -> None:
+        """Begin to shut down."""
+        self.why_ended = why
+        self.ended.set()
+
+    def pulse(self) -> p.Pulse:
+        """How it is."""
+        return p.Pulse(
+            version=self.adapters.newest,
+            engine_steps=self.supervisor.finished,
+            in_flight=self.sleeper.in_flight,
+            engine=self.supervisor.state,
+            restarts=self.supervisor.restarts,
+        )
+
+    def metrics(self) -> str:
+        """The same as Prometheus text."""
+        pulse = self.pulse()
+        figures = {
+            "tandem_adapter_version": pulse.version,
+            "tandem_requests_in_flight": pulse.in_flight,
+            "tandem_requests_total": self._requests,
+            "tandem_generated_tokens_total": self._tokens,
+            "tandem_engine_restarts_total": pulse.restarts,
+            "tandem_engine_ready": int(pulse.engine == "ready"),
+        }
+        kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in figures}
+        return "".join(f"# TYPE {name} {kinds[name]}\n{name} {value}\n" for name, value in figures.items())
+
+    # ---- the engine's lives (see supervisor.Observer) ----------------------------------------------------------------
+
+    async def engine_started(self, engine: Engine) -> None:
+        """A new engine gets the adapters of the last one."""
+        await self.adapters.engine_started(engine)
+        await self.sleeper.engine_started(engine)
+
+    def engine_died(self, error: EngineFailed) -> None:
+        """Tell those who listen."""
+        self.push(p.EngineDied(why=f"{error.what} {error.why}".strip(), log_tail=error.log_tail))
+
+    def engine_restarted(self, seconds: float) -> None:
+        """Tell those who listen."""
+        version, restarts = self.adapters.newest, self.supervisor.restarts
+        self.push(p.EngineRestarted(version=version, restarts=restarts, seconds=seconds))
+
+    # ---- work --------------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: p.Generate) -> p.Generated:
+        prompt = _ids(request.prompt)
+        sampling = request.sampling
+        if not prompt or request.n < 1 or sampling.max_tokens < 1:
+            raise Refused("Generate needs a prompt, n >= 1 and max_tokens >= 1.")
+        await self.sleeper.until_awake()
+        async with self.adapters.lease(request.version, request.min_version) as version, self.sleeper.working():
+            completions = await self.supervisor.call(
+                lambda engine: engine.generate(version.name, prompt, request.n, sampling)
+            )
+        self._requests += 1
+        self._tokens += sum(len(completion.logprobs) for completion in completions) // 4
+        return p.Generated(version=version.number, completions=completions)
+
+    async def _score(self, request: p.Score) -> p.Scored:
+        token_ids = _ids(request.token_ids)
+        if len(token_ids) < 2:
+            raise Refused("Score needs two tokens or more: the first one has no logprob.")
+        await self.sleeper.until_awake()
+        async with self.adapters.lease(request.version, 0) as version, self.sleeper.working():
+            logprobs = await self.supervisor.call(lambda engine: engine.score(version.name, token_ids))
+        self._requests += 1
+        return p.Scored(version=version.number, logprobs=p.pack_logprobs(logprobs))
+
+    async def _publish(self, request: p.PublishAdapter, data: memoryview | None) -> p.AdapterLoaded:
+        await self.sleeper.ready_for_adapters()
+        loaded = await self.adapters.publish(request, data)
+        self.push(loaded)
+        return loaded
+
+    # ---- the server itself -------------------------------------------------------------------------------------------
+
+    async def _about_the_server(self, request: p.Hello | p.Lease | p.Ping | p.Status | p.Shutdown) -> p.Reply:
+        match request:
+            case p.Hello():
+                return await self._hello(request)
+            case p.Lease():
+                self.book.beat(request.epoch)
+                await self._stop_dozing()
+                return self.pulse()
+            case p.Ping():
+                return self.pulse()
+            case p.Status():
+                return self._status()
+            case p.Shutdown():
+                self.end(request.reason or "asked by a client")
+                return p.Done()
+
+    async def _hello(self, hello: p.Hello) -> p.Welcome:
+        if hello.protocol != p.PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"The client speaks protocol {hello.protocol}, this server {p.PROTOCOL_VERSION}.",
+                remedy="Run scripts/setup_envs.sh, which installs both halves from this checkout.",
+            )
+        if hello.run_id:
+            same_run = hello.run_id == self.book.run_id
+            if self.book.attach(hello.run_id, hello.client):
+                self.adapters.new_epoch(same_run=same_run)
+                log.info("run %r (%s) holds the lease, epoch %d", hello.run_id, hello.client, self.book.epoch)
+            await self._stop_dozing()
+        facts, engine = self.supervisor.facts, self.supervisor.engine
+        assert facts
+        return p.Welcome(
+            protocol=p.PROTOCOL_VERSION,
+            server_uuid=self._uuid,
+            engine=engine.name,
+            engine_version=facts.version,
+            model=self._file.server.model,
+            capabilities=tuple(sorted(facts.capabilities)),
+            limits=p.Limits(
+                max_context=facts.max_context,
+                max_lora_rank=engine.max_lora_rank,
+                adapter_slots=engine.adapter_slots,
+                max_in_flight=self._file.server.max_in_flight,
+                vocab_size=self.adapters.base.vocab_size,
+            ),
+            version=self.adapters.newest,
+            epoch=self.book.epoch if hello.run_id else 0,
+            lease_s=self.book.lease_s if hello.run_id else 0.0,
+            log_path=self._log_path,
+            http_url=self.http_url,
+        )
+
+    def _status(self) -> p.ServerStatus:
+        facts = self.supervisor.facts
+        assert facts
+        return p.ServerStatus(
+            engine=self.supervisor.engine.name,
+            engine_version=facts.version,
+            engine_pid=self.supervisor.pid,
+            version=self.adapters.newest,
+            loaded=self.adapters.loaded,
+            in_use=self.adapters.in_use,
+            restarts=self.supervisor.restarts,
+            requests=self._requests,
+            generated_tokens=self._tokens,
+            dropped_frames=self.dropped_frames(),
+            uptime_s=time.monotonic() - self._started,
+        )
+
+    # ---- the lease ---------------------------------------------------------------------------------------------------
+
+    async def watch_lease(self) -> None:
+        """End the server when its trainer has been silent for too long, or when none ever came."""
+        keep = self._file.keep_server_s
+        first = max(keep, self._file.attach_within_s)
+        ready = time.monotonic()
+        while not self.ended.is_set():
+            await asyncio.sleep(min(1.0, self.book.lease_s / 4))
+            if self.book.epoch == 0:
+                if keep >= 0 and time.monotonic() - ready > first:
+                    self.end(f"no trainer came within {first:g} s")
+            elif not self.book.alive:
+                if 0 <= keep < self.book.silent_s - self.book.lease_s:
+                    self.end(f"run {self.book.run_id!r} has been silent for {self.book.silent_s:.0f} s")
+                elif self.sleeper.possible and not self.sleeper.asleep:
+                    await self._doze()
+
+    async def _doze(self) -> None:
+        """Nobody is there: give the GPU's memory back until somebody comes."""
+        self._dozing = True
+        try:
+            await self.sleeper.sleep()
+        except BridgeError as error:
+            log.warning("the engine does not sleep while no trainer is there: %s", error.what)
+            self._dozing = False
+        if self.book.alive:
+            await self._stop_dozing()
+
+    async def _stop_dozing(self) -> None:
+        if self._dozing:
+            self._dozing = False
+            await self.sleeper.wake()
+
+
+def _ids(packed: p.TokenIds) -> list[int]:
+    try:
+        return p.unpack_ids(packed)
+    except ValueError:
+        raise Refused(f"{len(packed)} bytes are no whole number of token ids.") from None
