@@ -142,15 +142,17 @@ def _last_integer(text: str) -> int | None:
 
 
 def _integer(answer: str | None) -> int:
+    text = _given(answer)
     try:
-        return int(_given(answer))
+        return int(text)
     except ValueError:
         raise ValueError(f"the answer is no integer: {answer!r:.120}") from None
 
 
 def _number(answer: str | None) -> float:
+    text = _given(answer)
     try:
-        return float(_given(answer).replace(",", ""))
+        return float(text.replace(",", ""))
     except ValueError:
         raise ValueError(f"the answer is no number: {answer!r:.120}") from None
 

@@ -3,7 +3,7 @@
 import random
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
@@ -21,12 +21,8 @@ RESERVED = frozenset(
 """Names that TRL gives a meaning of its own: columns called so stay behind."""
 
 
-class Message(TypedDict):
-    """One turn of a chat. role: system, user or assistant."""
-
-    role: str
-    content: str
-
+Message = dict[str, str]
+"""One turn of a chat: its role (system, user or assistant) and its content."""
 
 Prompt = list[Message] | str
 
@@ -124,7 +120,7 @@ def _prompt(config: DataConfig, value: Any, where: str) -> Prompt:
     if isinstance(value, str) and value.strip():
         if not config.chat:
             return value
-        messages = [Message(role="user", content=value)]
+        messages = [{"role": "user", "content": value}]
     elif isinstance(value, list) and value:
         if not config.chat:
             raise ConfigError(f"{where}: the prompt is a list of messages.", remedy="Set data.chat = true.")
@@ -132,14 +128,14 @@ def _prompt(config: DataConfig, value: Any, where: str) -> Prompt:
     else:
         raise ConfigError(f"{where}: expected the prompt as text or as a list of messages, got {value!r:.80}.")
     if config.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, Message(role="system", content=config.system_prompt))
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
     return messages
 
 
 def _message(item: Any, where: str) -> Message:
     match item:
         case {"role": str(role), "content": str(content)}:
-            return Message(role=role, content=content)
+            return {"role": role, "content": content}
     raise ConfigError(f"{where}: expected a message with a role and a text content, got {item!r:.80}.")
 
 

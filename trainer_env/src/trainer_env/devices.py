@@ -75,9 +75,9 @@ def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     bound = len(os.sched_getaffinity(0))
     try:
         allowed, period = quota.read_text(encoding="ascii").split()
+        return bound if allowed == "max" else max(1, min(bound, math.ceil(int(allowed) / int(period))))
     except (OSError, ValueError):
         return bound
-    return bound if allowed == "max" else max(1, min(bound, math.ceil(int(allowed) / int(period))))
 
 
 def _torch_version() -> str:

@@ -1,0 +1,291 @@
+"""Which devices each half gets: plans for machines that need not be here."""
+
+# ruff: noqa: N802 (the stand-in for NVML has the names of NVML)
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from bridge.errors import ConfigError
+from trainer_env import devices as detection
+from trainer_env.config import PlacementConfig
+from trainer_env.devices import Device, Devices
+from trainer_env.placement import plan
+
+GIB = 2**30
+
+
+def gpu(index, free=130.0, holders=()):
+    return Device(
+        id=str(index),
+        uuid=f"GPU-{index}a{index}b-0000",
+        name="NVIDIA H200",
+        total_bytes=140 * GIB,
+        free_bytes=int(free * GIB),
+        holders=holders,
+    )
+
+
+def machine(count, visible=None, **settings):
+    return Devices(gpus=tuple(gpu(index) for index in range(count)), visible=visible, cores=8, **settings)
+
+
+def ids(placement):
+    return [device.id for device in placement.server], [device.id for device in placement.trainer]
+
+
+def refusal(devices, **settings):
+    with pytest.raises(ConfigError) as refused:
+        plan(PlacementConfig(**settings), devices)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "mode", "server", "trainer"),
+    [
+        (0, "cpu", [], []),
+        (1, "time-share", ["0"], ["0"]),
+        (2, "split", ["0"], ["1"]),
+        (4, "split", ["0"], ["1", "2", "3"]),
+    ],
+)
+def test_what_is_there_decides(count, mode, server, trainer):
+    placement = plan(PlacementConfig(), machine(count))
+    assert placement.mode == mode
+    assert ids(placement) == (server, trainer)
+
+
+@pytest.mark.parametrize(
+    ("visible", "usable"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("", []),
+        ("-1", []),
+        ("2", ["2"]),
+        ("3,1", ["3", "1"]),
+        (" 3 , 1 ", ["3", "1"]),
+        ("1,-1,2", ["1"]),
+        ("1,9,2", ["1"]),
+        ("1,1", ["1"]),
+        ("GPU-2a2b-0000,0", ["2", "0"]),
+        ("GPU-2a", ["2"]),
+        ("2,GPU-2a2b-0000", ["2"]),
+        ("MIG-4f1c-77", ["MIG-4f1c-77"]),
+        ("MIG-GPU-2a2b-0000/1/0", ["MIG-GPU-2a2b-0000/1/0"]),
+    ],
+)
+def test_visible_devices_are_opaque_ids(visible, usable):
+    assert [device.id for device in machine(4, visible).usable()] == usable
+
+
+def test_visible_devices_name_nothing_on_a_machine_without_a_driver():
+    assert plan(PlacementConfig(), machine(0, visible="0")).mode == "cpu"
+
+
+def test_an_empty_list_of_visible_devices_means_the_cpu():
+    assert plan(PlacementConfig(), machine(2, visible="")).mode == "cpu"
+
+
+def test_visible_devices_are_shared_out_in_their_order():
+    assert ids(plan(PlacementConfig(), machine(4, visible="3,1,0"))) == (["3"], ["1", "0"])
+
+
+def test_flags_win_over_visible_devices():
+    settings = PlacementConfig(server_gpus=(3,), trainer_gpus=("0", "GPU-1a1b-0000"))
+    placement = plan(settings, machine(4, visible="2"))
+    assert ids(placement) == (["3"], ["0", "1"])
+    assert placement.trainer_environment()["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_one_flag_leaves_the_rest_to_the_other_half():
+    assert ids(plan(PlacementConfig(server_gpus=(1,)), machine(3))) == (["1"], ["0", "2"])
+    assert ids(plan(PlacementConfig(trainer_gpus=(0,)), machine(3))) == (["1"], ["0"])
+
+
+@pytest.mark.parametrize("other", [0, "0", "GPU-0a0b-0000", "GPU-0a0b"])
+def test_an_overlap_is_an_error_by_whatever_name(other):
+    message = refusal(machine(2), server_gpus=(0,), trainer_gpus=(other,))
+    assert "GPU 0 is named for both halves" in message
+    assert "--placement time-share" in message
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "expected"),
+    [
+        (1, {"mode": "split"}, "split needs a GPU for each half, and there is none left for the trainer (visible: 0)"),
+        (1, {"trainer_gpus": (0,)}, "none left for the server"),
+        (0, {"mode": "split"}, "none is visible"),
+        (0, {"mode": "time-share"}, "none is visible"),
+        (0, {"accelerator": "cuda"}, "none is visible"),
+        (2, {"server_gpus": (5,)}, "placement.server_gpus: there is no GPU 5; there are: 0, 1"),
+        (2, {"trainer_gpus": (1, 1)}, "placement.trainer_gpus: names a GPU twice"),
+        (2, {"mode": "time-share", "server_gpus": (0,), "trainer_gpus": (1,)}, "time-share uses one GPU"),
+        (2, {"mode": "cpu", "server_gpus": (0,)}, "GPUs are named for a run on the CPU"),
+        (2, {"mode": "split", "accelerator": "cpu"}, "split shares out GPUs"),
+        (2, {"mode": "cpu", "accelerator": "cuda"}, "cpu uses no GPU"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(count, settings, expected):
+    assert expected in refusal(machine(count), **settings)
+
+
+def test_environments_for_the_cpu_use_no_gpu():
+    devices = machine(2, cpu_build=True)
+    assert plan(PlacementConfig(), devices).mode == "cpu"
+    for settings in ({"mode": "split"}, {"accelerator": "cuda"}, {"server_gpus": (0,)}):
+        assert "setup_envs.sh --accelerator cuda" in refusal(devices, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"server_gpus": (1,)}, {"server_gpus": (1,), "trainer_gpus": ("GPU-1a1b",)}])
+def test_time_share_uses_one_gpu_for_both(settings):
+    placement = plan(PlacementConfig(mode="time-share", **settings), machine(2))
+    assert ids(placement) == ((["1"], ["1"]) if settings else (["0"], ["0"]))
+    assert placement.server_settings() == {"device": "cuda", "tensor_parallel": 1, "memory_share": 0.6, "sleep": True}
+
+
+def test_the_engine_is_sized_from_free_memory():
+    def share(*free):
+        devices = Devices(gpus=tuple(gpu(index, size) for index, size in enumerate([*free, 140])))
+        return plan(PlacementConfig(server_gpus=tuple(range(len(free)))), devices).memory_share
+
+    assert share(140) == 0.9
+    assert share(70) == 0.45
+    assert share(140, 70) == 0.45
+    assert share(7.1) == 0.01
+
+
+def test_a_gpu_of_unknown_size_leaves_the_share_to_the_engine():
+    placement = plan(PlacementConfig(), machine(2, visible="MIG-a,MIG-b"))
+    assert ids(placement) == (["MIG-a"], ["MIG-b"])
+    assert placement.memory_share is None
+    assert "memory_share" not in placement.server_settings()
+
+
+def test_a_full_gpu_is_refused_with_its_holder():
+    devices = Devices(gpus=(gpu(0, 0.5, holders=("pid 77 (python, 139.0 GiB)",)), gpu(1)))
+    message = refusal(devices)
+    assert "GPU 0 has 0.5 GiB free" in message
+    assert "pid 77 (python, 139.0 GiB)" in message
+
+
+def test_each_half_sees_its_own_devices_in_the_order_of_nvidia_smi():
+    placement = plan(PlacementConfig(), machine(3))
+    assert placement.server_environment() == {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert placement.trainer_environment() == {"CUDA_VISIBLE_DEVICES": "1,2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_several_server_gpus_make_one_engine():
+    placement = plan(PlacementConfig(server_gpus=(0, 1)), machine(4))
+    assert placement.server_settings() == {"device": "cuda", "tensor_parallel": 2, "memory_share": 0.87}
+
+
+@pytest.mark.parametrize(
+    ("settings", "overlap", "server", "trainer"),
+    [
+        ({}, False, None, "8"),
+        ({}, True, "4", "4"),
+        ({"server_threads": 3, "trainer_threads": 2}, False, "3", "2"),
+        ({"trainer_threads": 6}, True, "4", "6"),
+    ],
+)
+def test_the_halves_share_the_cores_or_take_turns(settings, overlap, server, trainer):
+    placement = plan(PlacementConfig(**settings), machine(0), overlap=overlap)
+    assert placement.server_environment().get("OMP_NUM_THREADS") == server
+    assert placement.trainer_environment()["OMP_NUM_THREADS"] == trainer
+    assert placement.server_environment()["CUDA_VISIBLE_DEVICES"] == ""
+    assert placement.server_settings() == {"device": "cpu"}
+
+
+def test_one_core_is_enough_for_a_plan():
+    placement = plan(PlacementConfig(), Devices(cores=1), overlap=True)
+    assert (placement.server_threads, placement.trainer_threads) == (1, 1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_plan_is_told_in_a_few_lines_and_kept_as_json(count):
+    placement = plan(PlacementConfig(), machine(count))
+    text = "\n".join(placement.lines())
+    assert text.startswith(f"placement  {placement.mode}")
+    assert text.count("NVIDIA H200, 130.0 of 140.0 GiB free") == count
+    assert json.loads(placement.to_json())["mode"] == placement.mode
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("150000 100000", 2), ("max 100000", None), ("50000 100000", 1), ("", None), ("x y", None)]
+)
+def test_a_containers_quota_counts_as_its_cores(tmp_path, monkeypatch, quota, expected):
+    monkeypatch.setattr(detection.os, "sched_getaffinity", lambda _: set(range(16)))
+    path = tmp_path / "cpu.max"
+    path.write_text(quota)
+    assert detection.available_cores(path) == (expected or 16)
+    assert detection.available_cores(tmp_path / "none") == 16
+
+
+class Nvml:
+    """The driver's library for a machine with a whole GPU and one that is cut into two slices."""
+
+    NVML_DEVICE_MIG_ENABLE = 1
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def __init__(self, *, driver=True):
+        self.driver, self.open = driver, 0
+
+    def nvmlInit(self):
+        if not self.driver:
+            raise self.NVMLError
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return f"GPU-{index}"
+
+    def nvmlDeviceGetMigMode(self, handle):
+        if handle == "GPU-0":
+            raise self.NVMLError
+        return (1, 1)
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, _):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, _, place):
+        if place > 1:
+            raise self.NVMLError
+        return f"MIG-{place}"
+
+    def nvmlDeviceGetUUID(self, handle):
+        return handle
+
+    def nvmlDeviceGetName(self, handle):
+        return f"name of {handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, _):
+        return SimpleNamespace(total=80 * GIB, free=79 * GIB)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [SimpleNamespace(pid=2**30, usedGpuMemory=GIB)] if handle == "GPU-0" else []
+
+
+def test_detection_asks_the_driver_and_lets_go_of_it(monkeypatch):
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = detection.detect({"CUDA_VISIBLE_DEVICES": "MIG-1"})
+    assert [(device.id, device.name) for device in found.gpus] == [
+        ("0", "name of GPU-0"),
+        ("MIG-0", "name of MIG-0"),
+        ("MIG-1", "name of MIG-1"),
+    ]
+    assert found.gpus[0].holders == (f"pid {2**30} (a process of another container, 1.0 GiB)",)
+    assert found.visible == "MIG-1"
+    assert nvml.open == 0
+
+
+def test_detection_without_a_driver_finds_no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(driver=False))
+    assert detection.detect({}).gpus == ()
