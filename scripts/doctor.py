@@ -62,7 +62,8 @@ def examine(accelerator: str | None, venvs: Path, lock: Path, python: Path | Non
         plans = _plans(lockfile.read(lock), found, venvs, python, gpu=isinstance(gpus, list) and bool(gpus))
     except SetupError as error:
         return [machine.refused("lock and Python", error)]
-    return [*machine.check([plan.section for plan in plans], gpus, venvs), *installation.check(plans)]
+    sections = [plan.section for plan in plans]
+    return [*machine.check(sections, gpus, plans[0].python, venvs), *installation.check(plans)]
 
 
 def _plans(lock: lockfile.Lock, accelerator: str, venvs: Path, python: Path | None, *, gpu: bool) -> list[Plan]:

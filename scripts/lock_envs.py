@@ -4,6 +4,7 @@
     scripts/lock_envs.py write [NAME ...]   resolve again, keeping the pins that still fit (needs an index)
     scripts/lock_envs.py write --upgrade    the same, moving every pin that is free to its newest version
     scripts/lock_envs.py check              stale sections, shared versions, CUDA in a CPU section (offline)
+    scripts/lock_envs.py dry-run [NAME ...] what an install would do, for machines that cannot run it (needs an index)
     scripts/lock_envs.py show NAME          print the pins of an environment, or of one section
 
 NAME is an environment (`trainer`) or a section (`trainer.cpu.py311`).
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one sub-command; exit status 0, 1 (check found something) or 2 (could not be done)."""
     options = _parse(argv)
     try:
-        return {"write": _write, "check": _check, "show": _show}[options.command](options)
+        return {"write": _write, "check": _check, "dry-run": _dry_run, "show": _show}[options.command](options)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -38,6 +39,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     write.add_argument("names", nargs="*", metavar="NAME", help="environment or section (default: all)")
     write.add_argument("--upgrade", action="store_true", help="move free pins to their newest version")
     commands.add_parser("check", help="say what is stale or inconsistent")
+    dry_run = commands.add_parser("dry-run", help="what an install would do (needs an index)")
+    dry_run.add_argument("names", nargs="*", metavar="NAME", help="environment or section (default: all)")
     show = commands.add_parser("show", help="print pins")
     show.add_argument("name", metavar="NAME", help="environment or section")
     return parser.parse_args(argv)
@@ -88,6 +91,16 @@ def _check(options: argparse.Namespace) -> int:
     if not found:
         print(f"{options.lock.name}: {len(lock.sections)} sections, all up to date")
     return 1 if found else 0
+
+
+def _dry_run(options: argparse.Namespace) -> int:
+    lock = lockfile.read(options.lock)
+    resolver = Resolver(find_or_install(lock, catalogue.VENVS), catalogue.ROOT, catalogue.VENVS / "logs")
+    for key, section in lock.sections.items():
+        if not options.names or any(_matches(key, name) for name in options.names):
+            resolver.dry_run(section)
+            print(f"{key}: {len(section.packages)} packages have a wheel for {section.platform}", flush=True)
+    return 0
 
 
 def _show(options: argparse.Namespace) -> int:

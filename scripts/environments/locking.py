@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from environments.errors import SetupError
+from environments.processes import check_stopping, stopping
 
 _POLL_S = 0.1
 
@@ -49,6 +50,7 @@ def _acquire(descriptor: int, path: Path, timeout_s: float) -> None:
             if not announced:
                 print(f"{path.stem}: waiting for process {holder}, which is building it", flush=True)
                 announced = True
-            time.sleep(_POLL_S)
+            stopping.wait(_POLL_S)
+            check_stopping()
         else:
             return

@@ -4,7 +4,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +16,17 @@ _SHARED_MEMORY = 1 << 30
 _TIMEOUT_S = 30.0
 
 
-def check(sections: list[Section], gpus: list[Gpu] | SetupError, venvs: Path) -> list[Finding]:
-    """Check the machine for the sections that it is to run; `gpus` is the driver's list or its failure."""
+def check(sections: list[Section], gpus: list[Gpu] | SetupError, python: Path, venvs: Path) -> list[Finding]:
+    """Check the machine for the sections that it is to run.
+
+    `gpus` is the driver's list or its failure; `python` is the interpreter that the environments are built with.
+    """
+    headers = python.resolve().parents[1] / "include" / f"python{sections[0].python}"
     found = [_platform(sections), *_driver(sections, gpus)]
     if isinstance(gpus, list):
         found += [_gpu_memory(gpu) for gpu in gpus]
     cuda = any(section.accelerator == "cuda" for section in sections)
-    return [*found, numa(), *compiler(cuda=cuda), shared_memory(Path("/dev/shm")), _disk(sections, venvs)]  # noqa: S108
+    return [*found, numa(), *compiler(headers, cuda=cuda), shared_memory(Path("/dev/shm")), _disk(sections, venvs)]  # noqa: S108
 
 
 def _platform(sections: list[Section]) -> Finding:
@@ -88,7 +91,7 @@ def numa() -> Finding:
     return Finding("libnuma", "ok", "libnuma.so.1 loads")
 
 
-def compiler(*, cuda: bool) -> Iterator[Finding]:
+def compiler(headers: Path, *, cuda: bool) -> Iterator[Finding]:
     """Triton and torch.compile build small modules when they run; on a GPU nothing works without that."""
     bad = "failure" if cuda else "warning"
     remedy = "install gcc, g++ and the headers of Python (Debian, Ubuntu: build-essential python3-dev)"
@@ -97,7 +100,7 @@ def compiler(*, cuda: bool) -> Iterator[Finding]:
         yield Finding("compiler", "ok", program)
     else:
         yield Finding("compiler", bad, "no C compiler, which Triton needs at run time", remedy)
-    header = Path(sysconfig.get_path("include")) / "Python.h"
+    header = headers / "Python.h"
     if header.exists():
         yield Finding("python headers", "ok", str(header))
     else:

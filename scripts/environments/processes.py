@@ -10,6 +10,7 @@ from environments.errors import SetupError
 
 _running: set[subprocess.Popen[bytes]] = set()
 _guard = threading.Lock()
+stopping = threading.Event()
 
 # Settings of the caller's own Python that would lead a child into another environment.
 _FOREIGN = (
@@ -51,6 +52,7 @@ def run(
     with log.open("ab") as output:
         output.write(f"\n$ {' '.join(words)}\n".encode())
         output.flush()
+        check_stopping()
         try:
             child = subprocess.Popen(
                 words,
@@ -83,8 +85,19 @@ def run(
             _running.discard(child)
 
 
+def check_stopping() -> None:
+    """Leave the work of a thread once `end_children` was called.
+
+    Raises:
+        SetupError: it was.
+    """
+    if stopping.is_set():
+        raise SetupError("interrupted", why="this script was asked to stop", remedy="run the command again to go on")
+
+
 def end_children() -> None:
-    """Ask every program that `run` waits for to end (used when this process is interrupted)."""
+    """Ask every program that `run` waits for to end, and start no more (used when this process is interrupted)."""
+    stopping.set()
     with _guard:
         for child in _running:
             child.terminate()

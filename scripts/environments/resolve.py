@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from environments.catalogue import PLATFORM, Source
 from environments.errors import SetupError
+from environments.failures import explain
 from environments.lockfile import Section, source_digest
 from environments.processes import run, tail
 from environments.uv import environment, torch_links
@@ -54,6 +55,25 @@ class Resolver:
             download_bytes=sum(max(map(_size, package["wheels"])) for package in packages),
             packages=tuple(map(_line, packages)),
         )
+
+    def dry_run(self, section: Section) -> None:
+        """Have uv plan the installation of a section, for its own platform, without downloading its wheels.
+
+        Raises:
+            SetupError: a package has no such version or no fitting wheel.
+        """
+        self.logs.mkdir(parents=True, exist_ok=True)
+        log = self.logs / f"dry-run-{section.key}.log"
+        log.write_text("")
+        variables = environment()
+        with TemporaryDirectory() as scratch:
+            requirements = Path(scratch, "requirements.txt")
+            requirements.write_text("\n".join((*section.packages, "")))
+            command = [self.uv, "pip", "sync", "--dry-run", "--require-hashes", "--no-build", "--no-python-downloads"]
+            command += ["--python-version", section.python, "--python-platform", section.platform]
+            command += ["--target", Path(scratch, "target"), *torch_links(section.pins.get("torch"), variables)]
+            if run([*command, requirements], log=log, timeout_s=TIMEOUT_S, env=variables):
+                raise explain(section.key, log)
 
     def _compile(self, source: Source, log: Path, output: list[str | Path]) -> None:
         requirements = self.root / source.requirements
