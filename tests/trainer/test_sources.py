@@ -11,13 +11,17 @@ from trainer_env import data
 from trainer_env.config import DataConfig
 
 ROWS = [{"question": f"{n}?", "label": n, "tags": ["a", "b"]} for n in range(6)]
-COLUMNS = {"prompt_column": "question", "answer_column": "label"}
+
+
+def load(source, **settings):
+    config = DataConfig(source=str(source), prompt_column="question", answer_column="label", **settings)
+    return data.load(config, seed=0)
 
 
 def test_a_parquet_file_is_read(tmp_path):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist(ROWS), path)
-    loaded = data.load(DataConfig(source=str(path), eval_size=2, **COLUMNS), seed=0)
+    loaded = load(path, eval_size=2)
     assert len(loaded.train) == 4
     assert loaded.train[0].columns["tags"] == ["a", "b"]
 
@@ -26,7 +30,7 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_text("no")
     with pytest.raises(ConfigError, match=r"rows\.parquet: not a Parquet file"):
-        data.load(DataConfig(source=str(path)), seed=0)
+        load(path)
 
 
 @pytest.fixture
@@ -40,17 +44,17 @@ def dataset(tmp_path):
 
 
 def test_a_dataset_brings_its_own_evaluation_split(dataset):
-    loaded = data.load(DataConfig(source=dataset, eval_split="test", **COLUMNS), seed=0)
+    loaded = load(dataset, eval_split="test")
     assert [example.answer for example in loaded.train] == ["0", "1", "2", "3"]
     assert [example.answer for example in loaded.evaluation] == ["4", "5"]
 
 
 def test_an_unknown_split_is_named(dataset):
     with pytest.raises(ConfigError, match=r"cannot be loaded: .*valid"):
-        data.load(DataConfig(source=dataset, split="valid", **COLUMNS), seed=0)
+        load(dataset, split="valid")
 
 
 def test_a_dataset_that_does_not_exist_is_named(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"data\.source 'nobody/nothing-here' cannot be loaded"):
-        data.load(DataConfig(source="nobody/nothing-here"), seed=0)
+        load("nobody/nothing-here")

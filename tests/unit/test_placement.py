@@ -3,6 +3,7 @@
 # ruff: noqa: N802 (the stand-in for NVML has the names of NVML)
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -216,7 +217,7 @@ def test_the_plan_is_told_in_a_few_lines_and_kept_as_json(count):
     ("quota", "expected"), [("150000 100000", 2), ("max 100000", None), ("50000 100000", 1), ("", None), ("x y", None)]
 )
 def test_a_containers_quota_counts_as_its_cores(tmp_path, monkeypatch, quota, expected):
-    monkeypatch.setattr(detection.os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     path = tmp_path / "cpu.max"
     path.write_text(quota)
     assert detection.available_cores(path) == (expected or 16)
