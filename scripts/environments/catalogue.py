@@ -68,23 +68,16 @@ def section_key(environment: str, accelerator: str, python: str) -> str:
 def _sources() -> tuple[Source, ...]:
     found = [Source(UV, "any", "3.11", "scripts/environments/uv.in")]
     found += [Source("dev", "any", python, "tests/requirements/dev.in") for python in ("3.11", "3.12")]
-    for accelerator, pythons in (("cpu", ("3.11",)), ("cuda", ("3.11", "3.12"))):
-        for name, stem in (
-            ("trainer", f"trainer_env/requirements/{accelerator}"),
-            ("server-vllm", f"server_env/requirements/vllm-{accelerator}"),
-            ("server-sglang", f"server_env/requirements/sglang-{accelerator}"),
-        ):
-            overrides = f"{stem}-overrides.txt"
-            for python in pythons:
-                found.append(
-                    Source(
-                        name,
-                        accelerator,
-                        python,
-                        f"{stem}.in",
-                        overrides if (ROOT / overrides).exists() else None,
-                    )
-                )
+    stems = {
+        "trainer": "trainer_env/requirements/",
+        "server-vllm": "server_env/requirements/vllm-",
+        "server-sglang": "server_env/requirements/sglang-",
+    }
+    for name, stem in stems.items():
+        for accelerator, python in (("cpu", "3.11"), ("cuda", "3.11"), ("cuda", "3.12")):
+            overrides = f"{stem}{accelerator}-overrides.txt"
+            exists = (ROOT / overrides).exists()
+            found.append(Source(name, accelerator, python, f"{stem}{accelerator}.in", overrides if exists else None))
     return tuple(found)
 
 

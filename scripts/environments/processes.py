@@ -5,6 +5,7 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from environments.errors import SetupError
 
@@ -52,6 +53,30 @@ def run(
     with log.open("ab") as output:
         output.write(f"\n$ {' '.join(words)}\n".encode())
         output.flush()
+        child = _start(words, output, env, cwd, keep_open)
+    try:
+        return child.wait(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        raise SetupError(
+            f"{Path(words[0]).name} was stopped",
+            why=f"it took longer than {timeout_s:.0f} s",
+            remedy="read the log; on a slow network run the command again, it goes on from its cache",
+            log=log,
+        ) from None
+    except KeyboardInterrupt:
+        child.terminate()
+        raise
+    finally:
+        with _guard:
+            _running.discard(child)
+
+
+def _start(
+    words: list[str], output: IO[bytes], env: Mapping[str, str] | None, cwd: Path | None, keep_open: int | None
+) -> subprocess.Popen[bytes]:
+    with _guard:  # so that `end_children` misses none
         check_stopping()
         try:
             child = subprocess.Popen(
@@ -67,22 +92,8 @@ def run(
             raise SetupError(
                 f"cannot start {words[0]}", why=str(error), remedy="check that the file exists and can be run"
             ) from error
-    with _guard:
         _running.add(child)
-    try:
-        return child.wait(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-        raise SetupError(
-            f"{Path(words[0]).name} was stopped",
-            why=f"it took longer than {timeout_s:.0f} s",
-            remedy="read the log; on a slow network run the command again, it goes on from its cache",
-            log=log,
-        ) from None
-    finally:
-        with _guard:
-            _running.discard(child)
+    return child
 
 
 def check_stopping() -> None:
