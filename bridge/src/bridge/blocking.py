@@ -7,10 +7,15 @@ from collections.abc import Coroutine
 from typing import Any, Self, TypeVar
 
 from bridge import protocol as p
-from bridge.client import BridgeClient, OnEvent
+from bridge.channel import OnEvent
+from bridge.client import BridgeClient
 from bridge.endpoint import Connection
+from bridge.errors import PeerDied
 
 T = TypeVar("T")
+
+LAST_ANSWERS_S = 5.0
+"""How long close() lets open calls take to notice that there is nobody to answer them."""
 
 
 class BlockingClient:
@@ -18,9 +23,12 @@ class BlockingClient:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-bridge", daemon=True)
-        self._thread.start()
         self._client: BridgeClient | None = None
+        self._lock = threading.Lock()  # Nothing is handed to the loop once it was told to end.
+        self._closed = False
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._live, name="tandem-bridge", daemon=True)
+        self._thread.start()
 
     @classmethod
     def connect(
@@ -31,11 +39,11 @@ class BlockingClient:
         timeout_s: float = 30.0,
         on_event: OnEvent | None = None,
     ) -> Self:
-        """As `BridgeClient.connect`; on_event is called on the client's thread."""
+        """As `BridgeClient.connect`; on_event is called on the client's thread, where it must not wait for replies."""
         self = cls()
         try:
-            self._client = self._run(
-                BridgeClient.connect(connection, run_id=run_id, timeout_s=timeout_s, on_event=on_event)
+            self._client = _result(
+                self._submit(BridgeClient.connect(connection, run_id=run_id, timeout_s=timeout_s, on_event=on_event))
             )
         except BaseException:
             self.close()
@@ -50,22 +58,22 @@ class BlockingClient:
 
     def ask(self, request: p.Request, buffer: bytes | memoryview | None = None) -> Any:
         """As `BridgeClient.ask`. An interrupt (Ctrl-C) cancels the request at the server too."""
+        assert threading.current_thread() is not self._thread, "on_event must not wait for a reply; use submit"
         return _result(self.submit(request, buffer))
 
     def submit(self, request: p.Request, buffer: bytes | memoryview | None = None) -> concurrent.futures.Future[Any]:
         """Ask without waiting. Cancelling the future cancels the request at the server."""
         assert self._client
-        return asyncio.run_coroutine_threadsafe(self._client.ask(request, buffer), self._loop)
+        return self._submit(self._client.ask(request, buffer))
 
     def close(self) -> None:
-        """Let go of the server and end the thread. A second call does nothing."""
-        if self._loop.is_closed():
-            return
-        if self._client:
-            self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Let go of the server and end the thread; open calls raise PeerDied. A second call does nothing."""
+        assert threading.current_thread() is not self._thread, "on_event must not close the client"
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
-        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -73,8 +81,24 @@ class BlockingClient:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return _result(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise PeerDied("The client was closed.")
+
+    def _live(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        await self._end.wait()
+        if self._client:
+            await self._client.close()
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        if calls:
+            await asyncio.wait(calls, timeout=LAST_ANSWERS_S)
 
 
 def _result(future: concurrent.futures.Future[T]) -> T:

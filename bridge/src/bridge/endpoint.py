@@ -28,13 +28,24 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     http_url: str = ""
     log_path: str = ""
 
+    def __repr__(self) -> str:
+        """Without the secret, which would end in a log."""
+        return f"Connection(data={self.data!r}, control={self.control!r}, pid={self.pid})"
+
 
 def private_dir(path: Path) -> Path:
-    """Make (or take over) a directory that nobody else may enter. Raises ConfigError when it is not ours."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make (or take over) a directory that nobody else may enter. Raises ConfigError when it is not ours alone."""
+    try:
+        for folder in reversed([path, *path.parents]):
+            if not folder.exists():
+                folder.mkdir(mode=0o700 if folder == path else 0o755, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made: {error.strerror}.", remedy="Choose another directory.") from None
     status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(f"{path} belongs to another user, or is no directory.", remedy="Choose another directory.")
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"{path} belongs to another user, is shared, or is no directory.", remedy="Choose another directory."
+        )
     path.chmod(0o700)
     return path
 
@@ -60,16 +71,20 @@ def write_connection(path: Path, connection: Connection) -> None:
 
 
 def read_connection(path: Path) -> Connection:
-    """Read a connection file. Raises PeerDied when there is none, ConfigError when others could read it."""
+    """Read a connection file. Raises PeerDied when there is none, ConfigError when others could read or write it."""
     try:
-        status = path.stat()
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            status, data = os.fstat(file.fileno()), file.read()
     except FileNotFoundError:
         raise PeerDied(
             f"No server has published {path}.",
             why="It has not started, or it has ended and removed the file.",
             log_path=str(path.with_name("server.log")),
         ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    if status.st_uid != os.getuid():
+        raise ConfigError(f"{path} belongs to another user.", remedy="Use the file that your own server wrote.")
     if status.st_mode & 0o077:
         raise ConfigError(
             f"{path} can be read by other users (mode {status.st_mode & 0o777:o}).",
@@ -77,7 +92,7 @@ def read_connection(path: Path) -> Connection:
         )
     try:
         return msgspec.json.decode(data, type=Connection)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a connection file: {error}.") from None
 
 
@@ -93,18 +108,23 @@ def ipc_address(path: Path) -> str:
 
 
 def refuse_live_owner(address: str) -> None:
-    """Raise ConfigError when somebody listens on an ipc address: a second bind would silently steal it."""
-    path = address.removeprefix("ipc://")
-    if path == address:
+    """Raise ConfigError when somebody listens on an ipc address: a second bind would silently steal it.
+
+    A socket file that a killed server left behind is no hindrance, any other file is.
+    """
+    path = Path(address.removeprefix("ipc://"))
+    if not address.startswith("ipc://") or not path.exists():
         return
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    if not path.is_socket():
+        raise ConfigError(f"{path} is in the way: it is no socket.", remedy="Use another run name, or move the file.")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
-        probe.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError):
-        return
-    finally:
-        probe.close()
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError:
+            pass  # Somebody is there, but too busy, or not ours to reach.
     raise ConfigError(
         f"Another server already listens on {path}.", remedy="Use another run name, or end that server first."
     )

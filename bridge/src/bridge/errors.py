@@ -119,8 +119,9 @@ _BY_CODE: dict[str, type[BridgeError]] = {
 
 
 def to_failure(error: BridgeError) -> Failure:
-    """The wire form of an error."""
-    return Failure(error.code, error.what, error.why, error.log_path, error.log_tail, error.remedy)
+    """The wire form of an error. What is no valid text (a file name can be anything) is escaped."""
+    parts = (error.what, error.why, error.log_path, error.log_tail, error.remedy)
+    return Failure(error.code, *(part.encode(errors="backslashreplace").decode() for part in parts))
 
 
 def from_failure(failure: Failure) -> BridgeError:

@@ -19,7 +19,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -29,31 +31,45 @@ POLL_S = 0.02
 EXIT_NOT_STARTED = 127
 
 
+class Process(NamedTuple):
+    """What the kernel says of a living process."""
+
+    parent: int
+    group: int
+
+
+class Grace(NamedTuple):
+    """Seconds that the family gets before SIGKILL, and seconds after it in which it must be gone."""
+
+    term_s: float = DEFAULT_TERM_S
+    kill_s: float = DEFAULT_KILL_S
+
+
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def parents() -> dict[int, int]:
-    """Parent pid of every process of this machine that is not a zombie."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-        except OSError:
-            continue
-        if state not in (b"Z", b"X"):
-            found[int(entry.name)] = int(parent)
-    return found
+def living(pid: int) -> Process | None:
+    """A process by its pid; None when there is none, or only a zombie."""
+    try:
+        state, parent, group = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:3]
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else Process(int(parent), int(group))
+
+
+def processes() -> dict[int, Process]:
+    """Every process of this machine that is not a zombie, by its pid."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    return {pid: process for pid in pids if (process := living(pid))}
 
 
 def descendants(root: int) -> list[int]:
     """Living processes below root, root itself not included."""
     children: dict[int, list[int]] = {}
-    for pid, parent in parents().items():
-        children.setdefault(parent, []).append(pid)
+    for pid, process in processes().items():
+        children.setdefault(process.parent, []).append(pid)
     family, open_ = [], [root]
     while open_:
         below = children.get(open_.pop(), [])
@@ -62,52 +78,44 @@ def descendants(root: int) -> list[int]:
     return family
 
 
-def send(pid: int, signum: int, root: int) -> None:
-    """Signal a descendant of root; a pid that meanwhile names somebody else is left alone."""
+def send(pids: Iterable[int], signum: int, root: int) -> None:
+    """Signal descendants of root; a pid that meanwhile names somebody else is left alone."""
+    handles: dict[int, int] = {}
     try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        if pid in descendants(root):
-            signal.pidfd_send_signal(handle, signum)
-    except ProcessLookupError:
-        pass
+        for pid in pids:
+            with contextlib.suppress(OSError):  # It ended, or there are too many: the caller looks again.
+                handles[pid] = os.pidfd_open(pid)
+        for pid in handles.keys() & set(descendants(root)):
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(handles[pid], signum)
     finally:
-        os.close(handle)
+        for handle in handles.values():
+            os.close(handle)
 
 
 class Guard:
     """One command, its family, and the line to its owner."""
 
     def __init__(self, line: socket.socket, command: list[str]) -> None:
-        self._line = line
+        self._line: socket.socket | None = line
         self._command = command
         self._child: subprocess.Popen[bytes] | None = None
         self._returncode: int | None = None
+        self._told_to_end = False
 
     def run(self) -> None:
         """Start the command and stay until its family is gone."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        # Handlers, not SIG_IGN: what is ignored here would be ignored in the command too.
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        stop_asked: list[bool] = []
-        signal.signal(signal.SIGTERM, lambda *_: stop_asked.append(True))
-        if not self._start():
-            return
-        term_s, kill_s = DEFAULT_TERM_S, DEFAULT_KILL_S
-        while self._returncode is None and not stop_asked:
-            readable, _, _ = select.select([self._line, wake_read], [], [])
-            if wake_read in readable:
-                os.read(wake_read, 4096)
-                self._reap()
-            if self._line in readable:
-                words = self._line.recv(200).decode().split()
-                if words[:1] == ["STOP"]:
-                    term_s, kill_s = float(words[1]), float(words[2])
-                break
-        self._end(term_s, kill_s)
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        if self._start():
+            self._end(self._wait(wake_read))
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._told_to_end = True
 
     def _start(self) -> bool:
         parent = os.getpid()
@@ -124,12 +132,37 @@ class Guard:
                 start_new_session=True,
                 preexec_fn=follow_the_guard,  # noqa: PLW1509 (the guard has one thread)
             )
-        except OSError as error:
-            print(f"guard: {self._command[0]} did not start: {error.strerror}", file=sys.stderr, flush=True)
+        except (OSError, ValueError) as error:
+            print(f"guard: {self._command[0]} did not start: {error}", file=sys.stderr, flush=True)
             self._tell(f"STARTED 0\nEXITED {EXIT_NOT_STARTED}\nGONE gone")
             return False
         self._tell(f"STARTED {self._child.pid}")
         return True
+
+    def _wait(self, wake_read: int) -> Grace:
+        """Stay until the command ends by itself, somebody asks for its end, or the owner is gone."""
+        while self._returncode is None and not self._told_to_end:
+            assert self._line
+            readable, _, _ = select.select([self._line, wake_read], [], [])
+            if wake_read in readable:
+                os.read(wake_read, 4096)
+                self._reap()
+            if self._line in readable:
+                return self._hear()
+        return Grace()
+
+    def _hear(self) -> Grace:
+        """What the owner asks for. Its end is closed when it is gone, or reset when it left words of ours unread."""
+        assert self._line
+        try:
+            words = self._line.recv(4096).decode().splitlines()
+        except OSError:
+            words = []
+        if not words:
+            self._line = None
+            return Grace()
+        _, term_s, kill_s = words[-1].split()
+        return Grace(float(term_s), float(kill_s))
 
     def _reap(self) -> None:
         """Collect every dead child, adopted ones too, and say so when it was the command itself."""
@@ -145,37 +178,45 @@ class Guard:
                 self._returncode = self._child.returncode = os.waitstatus_to_exitcode(status)
                 self._tell(f"EXITED {self._returncode}")
 
-    def _end(self, term_s: float, kill_s: float) -> None:
+    def _end(self, grace: Grace) -> None:
         """The ladder: SIGTERM to the command, to its orphans, SIGKILL to all; then make sure that nobody is left."""
         assert self._child
         me = os.getpid()
-        rung = "gone" if self._returncode is not None and not descendants(me) else "terminated"
+        family = self._family()
+        rung = "gone" if self._returncode is not None and not family else "terminated"
         if self._returncode is None:
-            send(self._child.pid, signal.SIGTERM, me)
-        deadline = time.monotonic() + term_s
+            send([self._child.pid], signal.SIGTERM, me)
+        began = time.monotonic()
         told: set[int] = set()
-        while (family := self._family()) and time.monotonic() < deadline:
+        while (family := self._family()) and time.monotonic() < began + grace.term_s:
             if self._returncode is not None:
-                for pid in set(family) - told:
-                    send(pid, signal.SIGTERM, me)
-                    told.add(pid)
-            time.sleep(POLL_S)
-        deadline = time.monotonic() + kill_s
-        while (family := self._family()) and time.monotonic() < deadline:
+                send(set(family) - told, signal.SIGTERM, me)
+                told.update(family)
+            grace = self._pause() or grace
+        began = time.monotonic()
+        while (family := self._family()) and time.monotonic() < began + grace.kill_s:
             rung = "killed"
-            for pid in family:
-                send(pid, signal.SIGKILL, me)
-            time.sleep(POLL_S)
+            send(family, signal.SIGKILL, me)
+            grace = self._pause() or grace
         left = self._family()
         self._tell(f"STUCK {' '.join(map(str, left))}" if left else f"GONE {rung}")
+
+    def _pause(self) -> Grace | None:
+        """A moment between two looks; the new grace, when the owner asks for another one meanwhile."""
+        if self._line is None:
+            time.sleep(POLL_S)
+            return None
+        readable, _, _ = select.select([self._line], [], [], POLL_S)
+        return self._hear() if readable else None
 
     def _family(self) -> list[int]:
         self._reap()
         return descendants(os.getpid())
 
     def _tell(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # The owner may be gone; its family still has to be ended.
-            self._line.sendall(text.encode() + b"\n")
+        if self._line:
+            with contextlib.suppress(OSError):  # The owner may be gone; its family still has to be ended.
+                self._line.sendall(text.encode() + b"\n")
 
 
 def main() -> None:

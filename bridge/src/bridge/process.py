@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from bridge import guard
 from bridge.errors import EngineFailed
@@ -18,81 +18,47 @@ from bridge.errors import EngineFailed
 Rung = Literal["gone", "terminated", "killed"]
 """How a process ended: by itself, after SIGTERM, or after SIGKILL."""
 
-_SLACK_S = 5.0
+START_S = 30.0
+SLACK_S = 5.0
+"""How much longer than its own ladder the guard may take to report."""
 
 
 class GuardedProcess:
     """A command under `guard.py`: its whole family ends when asked to, and when this process ends in any way."""
 
-    def __init__(
-        self,
-        guard_process: "subprocess.Popen[bytes]",
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        log_path: Path,
-    ) -> None:
+    def __init__(self, guard_process: "subprocess.Popen[bytes]", line: socket.socket, log_path: Path) -> None:
         loop = asyncio.get_running_loop()
         self.pid = 0
         self.returncode: int | None = None
         self.log_path = log_path
         self._guard = guard_process
-        self._writer = writer
-        self._exited: asyncio.Future[int] = loop.create_future()
-        self._gone: asyncio.Future[str] = loop.create_future()
+        self._line = line
         self._started: asyncio.Future[int] = loop.create_future()
-        self._listener = loop.create_task(self._listen(reader))
+        self._exited: asyncio.Future[int] = loop.create_future()
+        self._rung: Rung | None = None
+        self._stuck: list[str] = []
+        self._listener = loop.create_task(self._listen())
 
     @classmethod
     async def start(
         cls, argv: Sequence[str], *, env: Mapping[str, str], log_path: Path, cwd: Path | None = None
     ) -> Self:
-        """Start argv; its output is appended to log_path. Raises EngineFailed when the guard does not come up."""
-        ours, theirs = socket.socketpair()
-        with log_path.open("ab") as log, theirs:
-            process = subprocess.Popen(  # noqa: ASYNC220 (milliseconds; its end comes through the line)
-                [sys.executable, "-I", "-S", guard.__file__, str(theirs.fileno()), "--", *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=dict(env),
-                cwd=cwd,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self = cls(process, *await asyncio.open_connection(sock=ours), log_path)
+        """Start argv; its output is appended to log_path. A command that does not exist ends with return code 127.
+
+        Raises EngineFailed when the guard does not come up. Cancelled, it leaves nobody behind.
+        """
+        self = cls(*_start_guard(argv, dict(env), log_path, cwd), log_path)
         try:
-            self.pid = await asyncio.wait_for(asyncio.shield(self._started), 30)
+            await asyncio.wait_for(asyncio.shield(self._started), START_S)
         except TimeoutError:
-            process.kill()
-            raise EngineFailed(f"The guard of {argv[0]} did not answer for 30 s.", log_path=str(log_path)) from None
+            await self.stop(0)
+            raise EngineFailed(
+                f"The guard of {argv[0]} did not answer for {START_S:g} s.", log_path=str(log_path)
+            ) from None
+        except asyncio.CancelledError:
+            await self.stop(0)
+            raise
         return self
-
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while line := (await reader.readline()).decode().split():
-            match line:
-                case ["STARTED", pid]:
-                    self.pid = int(pid)
-                    self._started.set_result(self.pid)
-                case ["EXITED", code]:
-                    self.returncode = int(code)
-                    self._exited.set_result(self.returncode)
-                case ["GONE", rung]:
-                    self._gone.set_result(rung)
-                case ["STUCK", *pids]:
-                    self._gone.set_result("stuck " + " ".join(pids))
-        self._guard_ended()
-
-    def _guard_ended(self) -> None:
-        """The line is closed. After an orderly end all is known; else the guard was killed and its child with it."""
-        if not self._started.done():
-            self._started.set_result(0)
-        if not self._gone.done():
-            if self.pid:
-                _kill_group(self.pid)
-            self._gone.set_result("killed")
-        if self.returncode is None:
-            self.returncode = -signal.SIGKILL
-            self._exited.set_result(self.returncode)
 
     async def wait(self) -> int:
         """Wait for the command to end by itself or by stop(); its return code, negative for a signal."""
@@ -101,71 +67,156 @@ class GuardedProcess:
     async def stop(self, term_s: float = 10.0, kill_s: float = 10.0) -> Rung:
         """SIGTERM, then SIGKILL after term_s; returns when nobody of the family lives.
 
-        Raises EngineFailed when one will not die, because the kernel holds it.
+        Called again while it runs, the newer times count. Raises EngineFailed when somebody will not die, because the
+        kernel holds it.
         """
-        if not self._gone.done():
-            self._writer.write(f"STOP {term_s} {kill_s}\n".encode())
+        with contextlib.suppress(OSError):  # The guard is gone already.
+            self._line.send(f"STOP {term_s} {kill_s}\n".encode())
         try:
-            rung = await asyncio.wait_for(asyncio.shield(self._gone), term_s + kill_s + _SLACK_S)
+            await asyncio.wait_for(asyncio.shield(self._listener), term_s + kill_s + SLACK_S)
         except TimeoutError:
-            self._guard.kill()
-            rung = await asyncio.shield(self._gone)
-        await self._close()
-        if rung.startswith("stuck"):
+            self._end_without_the_guard()
+            await asyncio.shield(self._listener)
+        if self._stuck:
             raise EngineFailed(
-                f"Processes {rung.removeprefix('stuck ')} survive SIGKILL.",
+                f"Processes {' '.join(self._stuck)} survive SIGKILL.",
                 why="The kernel holds them, most often in a driver call.",
                 log_path=str(self.log_path),
                 remedy="Look at `dmesg`; a reboot frees them.",
             )
-        return rung  # type: ignore[return-value]
+        assert self._rung
+        return self._rung
 
-    async def _close(self) -> None:
-        self._writer.close()
-        await self._listener
-        await asyncio.to_thread(self._guard.wait)
+    async def _listen(self) -> None:
+        """Take in what the guard says until it is gone; then all that is known of the command is final."""
+        loop, rest = asyncio.get_running_loop(), b""
+        try:
+            while data := await loop.sock_recv(self._line, 4096):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._take_in(line.decode().split())
+        except OSError:  # The guard was killed with words of ours unread.
+            pass
+        finally:
+            self._line.close()
+            await asyncio.to_thread(self._bury_guard)
+            self._rung = self._rung or "killed"
+            if self.returncode is None:
+                self._set_returncode(-signal.SIGKILL)
+            self._set_started(0)
+
+    def _take_in(self, words: list[str]) -> None:
+        match words:
+            case ["STARTED", pid]:
+                self._set_started(int(pid))
+            case ["EXITED", code]:
+                self._set_returncode(int(code))
+            case ["GONE", rung]:
+                self._rung = cast("Rung", rung)
+            case ["STUCK", *pids]:
+                self._stuck = pids
+
+    def _set_started(self, pid: int) -> None:
+        if not self._started.done():
+            self.pid = pid
+            self._started.set_result(pid)
+
+    def _set_returncode(self, code: int) -> None:
+        self.returncode = code
+        self._exited.set_result(code)
+
+    def _bury_guard(self) -> None:
+        """Reap the guard. It ends last, unless it was killed: then its command dies with it, and the group here."""
+        if self._guard.wait() != 0 and self.pid:
+            end_group(self.pid, guard.DEFAULT_KILL_S)
+
+    def _end_without_the_guard(self) -> None:
+        """The guard itself does not answer, because it was stopped or starves."""
+        guard.send(guard.descendants(self._guard.pid), signal.SIGKILL, self._guard.pid)
+        self._guard.kill()
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+def _start_guard(
+    argv: Sequence[str], env: dict[str, str], log_path: Path, cwd: Path | None
+) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0)
+    try:
+        with theirs, log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(theirs.fileno()), "--", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                cwd=cwd,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+    except OSError as error:
+        ours.close()
+        raise EngineFailed(f"{argv[0]} could not be started: {error}.", log_path=str(log_path)) from None
+    return process, ours
+
+
+def end_group(pgid: int, timeout_s: float) -> list[int]:
+    """SIGKILL a process group that this process started; who of it still lives after timeout_s. Blocks."""
+    deadline = time.monotonic() + timeout_s
+    while alive := [pid for pid, process in guard.processes().items() if process.group == pgid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pgid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(guard.POLL_S)
+    return alive
 
 
 def stop_child(child: "subprocess.Popen[bytes]", term_s: float = 10.0, kill_s: float = 10.0) -> Rung:
-    """End a child of this process that leads its own session: SIGTERM, then SIGKILL to its group. Blocks."""
-    if child.poll() is not None:
+    """End a child of this process that leads its own session: SIGTERM, then SIGKILL to its group. Blocks.
+
+    Raises EngineFailed when somebody will not die, because the kernel holds it.
+    """
+    if child.returncode is not None:  # Collected already: its pid may be somebody else's by now.
         return "gone"
-    child.terminate()
-    if _waited(child, term_s):
-        return "terminated"
-    _kill_group(child.pid)
-    _waited(child, kill_s)
-    return "killed"
+    rung: Rung = "gone"
+    if not _ended(child, 0):
+        os.kill(child.pid, signal.SIGTERM)
+        rung = "terminated" if _ended(child, term_s) else "killed"
+    left = end_group(child.pid, kill_s)
+    if left or not _ended(child, kill_s):
+        raise EngineFailed(f"Processes {left or [child.pid]} survive SIGKILL.", remedy="Look at `dmesg`.")
+    child.wait()
+    return rung
 
 
-def _waited(child: "subprocess.Popen[bytes]", seconds: float) -> bool:
+def _ended(child: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Whether a child ends in that time. It is not collected, so that its pid and group still name nobody else."""
+    deadline = time.monotonic() + seconds
     try:
-        child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
+        while not os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(guard.POLL_S)
+    except ChildProcessError:  # Somebody else collected it.
+        pass
     return True
 
 
 def wait_until_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
     """Wait until none of the pids lives; those that still do at the deadline. Zombies count as gone."""
     deadline = time.monotonic() + timeout_s
-    while (alive := [pid for pid in pids if pid in guard.parents()]) and time.monotonic() < deadline:
+    while (alive := [pid for pid in pids if guard.living(pid)]) and time.monotonic() < deadline:
         time.sleep(guard.POLL_S)
     return alive
 
 
 def log_tail(path: Path, lines: int = 20) -> str:
-    """The last lines of a log; empty when there is none. Reads at most 32 KiB."""
+    """The last lines of a log; empty when it cannot be read. Reads at most 32 KiB."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - (32 << 10)))
             text = file.read().decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])

@@ -16,6 +16,12 @@ from bridge.errors import Failure, ProtocolMismatch
 
 PROTOCOL_VERSION = 1
 
+MAX_DATA_BYTES = 16 << 20
+"""Largest frame on the data socket."""
+
+MAX_CONTROL_BYTES = 4 << 30
+"""Largest frame on the control socket: an adapter."""
+
 TokenIds = bytes
 """Packed little-endian int32, one a token."""
 

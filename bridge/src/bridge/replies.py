@@ -29,9 +29,12 @@ class ReplyStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def begin(self, request_id: bytes, header: bytes) -> bool:
-        """True when this request is new and must be worked on. Raises Refused for a known id with other content."""
-        digest = hashlib.blake2b(header, digest_size=16).digest()
+    def begin(self, request_id: bytes, header: bytes, buffer_bytes: int = 0) -> bool:
+        """True when this request is new and must be worked on. Raises Refused for a known id with other content.
+
+        Of a buffer only the size is compared: its header has the digest, and hashing it would hold up the event loop.
+        """
+        digest = hashlib.blake2b(header, digest_size=16, salt=buffer_bytes.to_bytes(16, "big")).digest()
         entry = self._entries.get(request_id)
         if entry is None:
             self._entries[request_id] = _Entry(digest)

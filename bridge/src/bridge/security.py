@@ -5,6 +5,8 @@ Both are set on every server socket here, so that a stopped handler refuses.
 """
 
 import os
+from ipaddress import ip_address
+from socket import AI_NUMERICHOST, getaddrinfo
 from typing import NamedTuple
 
 import zmq
@@ -21,6 +23,10 @@ class KeyPair(NamedTuple):
 
     public: str
     secret: str
+
+    def __repr__(self) -> str:
+        """Without the secret, which would end in a log."""
+        return f"KeyPair(public={self.public!r})"
 
 
 class ServerKeys(NamedTuple):
@@ -67,10 +73,13 @@ class Gatekeeper:
 
     def protect(self, socket: zmq.asyncio.Socket, address: str) -> None:
         """Set up a server socket for an address, before it binds. Raises ConfigError for an open one."""
-        if address.startswith("ipc://"):
+        scheme, _, place = address.partition("://")
+        if scheme == "ipc":
             socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
             return
-        if address.startswith(("tcp://*", "tcp://0.0.0.0", "tcp://[::]")):
+        if scheme != "tcp":
+            raise ConfigError(f"Cannot listen on {address}: expected an ipc:// or tcp:// address.")
+        if _is_every_network(place.rpartition(":")[0]):
             raise ConfigError(
                 f"{address} would listen on every network of this host.",
                 remedy="Name the one address that the trainer uses, for example tcp://10.0.0.5:5555.",
@@ -78,20 +87,43 @@ class Gatekeeper:
         if self._keys is None:
             raise ConfigError(f"{address} needs CURVE keys: tcp is never open.")
         socket.curve_server = True
-        socket.curve_secretkey = self._keys.own.secret.encode()
-        socket.curve_publickey = self._keys.own.public.encode()
+        _use(socket, self._keys.own)
         socket.zap_domain = ZAP_DOMAIN.encode()
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def authenticate(socket: zmq.asyncio.Socket, server_key: str, own: KeyPair | None) -> None:
-    """Set up a client socket; nothing to do on ipc (no server key)."""
-    if not server_key:
+def authenticate(socket: zmq.asyncio.Socket, address: str, server_key: str, own: KeyPair) -> None:
+    """Set up a client socket, before it connects; nothing to do on ipc. Raises ConfigError for an open tcp address."""
+    if address.startswith("ipc://"):
         return
-    if own is None or not own.secret:
+    if not server_key or not own.secret:
         raise ConfigError(
-            "The connection has a server key but no client key.", remedy="Read the connection file again."
+            f"The connection to {address} has no CURVE keys: tcp is never open.",
+            remedy="Use the connection file that the server wrote.",
         )
-    socket.curve_serverkey = server_key.encode()
-    socket.curve_publickey = own.public.encode()
-    socket.curve_secretkey = own.secret.encode()
+    _use(socket, own)
+    try:
+        socket.curve_serverkey = server_key.encode()
+    except zmq.ZMQError:
+        raise ConfigError("The server key of the connection is no CURVE key.") from None
+
+
+def _use(socket: zmq.asyncio.Socket, own: KeyPair) -> None:
+    try:
+        socket.curve_publickey = own.public.encode()
+        socket.curve_secretkey = own.secret.encode()
+    except zmq.ZMQError:
+        raise ConfigError(f"{own} is no pair of CURVE keys (40 characters of z85 each).") from None
+
+
+def _is_every_network(host: str) -> bool:
+    """Whether binding to a host would listen on all interfaces, however it is spelled."""
+    host = host.strip("[]")
+    if host in ("", "*"):
+        return True
+    try:
+        found = getaddrinfo(host, None, flags=AI_NUMERICHOST)
+    except OSError:
+        return False  # The name of an interface, or nothing that can be bound.
+    addresses = [ip_address(str(info[4][0]).partition("%")[0]) for info in found]
+    return any((getattr(address, "ipv4_mapped", None) or address).is_unspecified for address in addresses)

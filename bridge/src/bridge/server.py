@@ -1,9 +1,9 @@
 """The server's two ROUTER sockets: what comes in is checked, answered once, bounded in number, size and time."""
 
 import asyncio
+import contextlib
 import errno
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from bridge.errors import (
     Busy,
     ConfigError,
     Failure,
+    PeerDied,
     ProtocolMismatch,
     Refused,
     Timeout,
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 CLIENT_BYTES = 16
 REQUEST_ID_BYTES = 26
 CLOSE_LINGER_MS = 1000
+STOP_S = 5.0
+SPARE_REPLIES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ class BridgeLimits:
     """Bounds of one server. Counts of requests, sizes in bytes."""
 
     max_in_flight: int = 8192
-    max_data_bytes: int = 16 << 20
-    max_control_bytes: int = 4 << 30
+    max_data_bytes: int = p.MAX_DATA_BYTES
+    max_control_bytes: int = p.MAX_CONTROL_BYTES
     reply_bytes: int = 512 << 20
 
 
@@ -80,7 +83,8 @@ class BridgeServer:
         self._gatekeeper = Gatekeeper(self._context, keys)
         self._sockets: dict[str, _Socket] = {}
         self._subscribers: set[bytes] = set()
-        self._background: set[asyncio.Task[None]] = set()
+        self._receivers: list[asyncio.Task[None]] = []
+        self._stopping = False
 
     @property
     def in_flight(self) -> int:
@@ -89,159 +93,207 @@ class BridgeServer:
 
     async def start(self) -> None:
         """Bind both sockets and begin to answer. Raises ConfigError when an address is in use or not allowed."""
-        self._gatekeeper.start()
         try:
-            self.data = self._bind("data", self.data, self._limits.max_data_bytes, p.DataRequest)
-            self.control = self._bind("control", self.control, self._limits.max_control_bytes, p.ControlRequest)
+            self._gatekeeper.start()
+            self.data = self._bind("data", self.data, self._limits.max_data_bytes, p.DataRequest | p.Ack)
+            self.control = self._bind("control", self.control, self._limits.max_control_bytes, p.ControlRequest | p.Ack)
         except BaseException:
             await self.stop()
             raise
-        for socket in self._sockets.values():
-            self._spawn(self._receive(socket))
+        self._receivers = [asyncio.create_task(self._receive(socket)) for socket in self._sockets.values()]
 
     def push(self, event: p.Event) -> None:
-        """Send an event to everybody who subscribed."""
-        for client in self._subscribers:
-            self._spawn(self._send(self._sockets["control"], client, b"", p.encode(event)))
+        """Send an event to everybody who subscribed. One who does not read loses events, never holds up the others."""
+        header = p.encode(event)
+        for client in list(self._subscribers):
+            self._send(self._sockets["control"], client, b"", header)
 
     async def stop(self) -> None:
         """Cancel what runs, let the last replies go out, close the sockets and remove their files."""
-        requests = [task for socket in self._sockets.values() for task in socket.running.values()]
-        tasks = [*self._background, *requests]
+        self._stopping = True
+        running = [task for socket in self._sockets.values() for task in socket.running.values()]
+        tasks = {*self._receivers, *running} - {asyncio.current_task()}
         for task in tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        await asyncio.gather(*(t for t in tasks if t is not asyncio.current_task()), return_exceptions=True)
-        self._gatekeeper.stop()
-        self._context.destroy(linger=CLOSE_LINGER_MS)
-        for address in (self.data, self.control):
-            if address.startswith("ipc://"):
-                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+            task.cancel()
+        try:
+            if tasks:
+                _, late = await asyncio.wait(tasks, timeout=STOP_S)
+                for task in late:
+                    log.error("a request did not end within %g s of being cancelled: %r", STOP_S, task)
+        finally:
+            self._subscribers.clear()
+            self._gatekeeper.stop()
+            for socket in self._sockets.values():
+                socket.close()
+            await asyncio.to_thread(self._context.destroy, CLOSE_LINGER_MS)  # Blocks until the last replies are out.
 
     def _bind(self, name: str, address: str, max_bytes: int, accepts: object) -> str:
         refuse_live_owner(address)
         socket = self._context.socket(zmq.ROUTER)
-        self._sockets[name] = _Socket(name, socket, accepts, ReplyStore(self._limits.reply_bytes))
+        self._sockets[name] = owner = _Socket(name, socket, accepts, ReplyStore(self._limits.reply_bytes))
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         socket.setsockopt(zmq.RCVHWM, self._limits.max_in_flight)
-        socket.setsockopt(zmq.SNDHWM, 0)  # Replies are bounded by max_in_flight; a full pipe would drop one silently.
+        # Above what one client can have in flight: whoever reads is never cut off, whoever does not costs this much.
+        socket.setsockopt(zmq.SNDHWM, 2 * self._limits.max_in_flight + SPARE_REPLIES)
         self._gatekeeper.protect(socket, address)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"Cannot listen on {address}: {os.strerror(error.errno or 0)}.",
+                f"Cannot listen on {address}: {zmq.strerror(error.errno or 0)}.",
                 why="Another program holds the address." if error.errno == errno.EADDRINUSE else "",
                 remedy="Choose another port, or 0 for any free one.",
             ) from None
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def _spawn(self, coroutine: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        return owner.bound()
 
     async def _receive(self, socket: "_Socket") -> None:
         while True:
             frames = await socket.zmq.recv_multipart(copy=False)
-            self._accept(socket, [frame.buffer for frame in frames])
+            try:
+                self._accept(socket, [frame.buffer for frame in frames])
+            except Exception:  # Whatever this message is, the next one must be heard.
+                self.dropped_frames += 1
+                log.exception("a message on the %s socket was dropped", socket.name)
+            await asyncio.sleep(0)  # A queue of messages is received without waiting: give way to everybody else.
 
     def _accept(self, socket: "_Socket", frames: list[memoryview]) -> None:
-        """Look at one message. Whatever it is, the loop goes on."""
-        if not 3 <= len(frames) <= 4 or len(frames[1]) != REQUEST_ID_BYTES:
+        """Look at one message: drop it, answer it, or begin to work on it."""
+        if (
+            not 3 <= len(frames) <= 4
+            or len(frames[1]) != REQUEST_ID_BYTES
+            or frames[0] != frames[1][:CLIENT_BYTES]  # Nobody asks, fetches or acknowledges in the name of another.
+        ):
             self.dropped_frames += 1
             return
         client, request_id, header = bytes(frames[0]), bytes(frames[1]), bytes(frames[2])
-        if client != request_id[:CLIENT_BYTES]:
-            self.dropped_frames += 1
-            return
+        call = Call(request_id, client, frames[3] if len(frames) == 4 else None)
         try:
-            message = p.decode_to_server(header)
+            message = _decode(socket, header, call)
             if isinstance(message, p.Ack):
                 socket.replies.forget(request_id)
                 return
-            if not isinstance(message, socket.accepts):  # type: ignore[arg-type]
-                raise ProtocolMismatch(f"{type(message).__name__} does not belong on the {socket.name} socket.")
-            if not socket.replies.begin(request_id, header):
-                self._answer_again(socket, client, request_id)
+            if not socket.replies.begin(request_id, header, call.buffer.nbytes if call.buffer else 0):
+                self._answer_again(socket, call)
                 return
+            self._work(socket, message, call)
         except BridgeError as error:
             self.dropped_frames += isinstance(error, ProtocolMismatch)
-            self._spawn(self._send(socket, client, request_id, p.encode(to_failure(error))))
-            return
-        buffer = frames[3] if len(frames) == 4 else None
-        task = asyncio.create_task(self._work(socket, message, Call(request_id, client, buffer)))
-        socket.running[request_id] = task
-        task.add_done_callback(lambda _: socket.running.pop(request_id, None))
+            self._send(socket, client, request_id, p.encode(to_failure(error)))
 
-    def _answer_again(self, socket: "_Socket", client: bytes, request_id: bytes) -> None:
-        reply = socket.replies.stored(request_id)
+    def _answer_again(self, socket: "_Socket", call: Call) -> None:
+        reply = socket.replies.stored(call.request_id)
         if reply is not None:  # Otherwise it is still being worked on, and will be answered then.
-            self._spawn(self._send(socket, client, request_id, reply))
+            self._send(socket, call.client, call.request_id, reply)
 
-    async def _work(self, socket: "_Socket", message: p.DataRequest | p.ControlRequest, call: Call) -> None:
-        try:
-            reply = await self._reply(socket, message, call)
-        except asyncio.CancelledError:
+    def _work(self, socket: "_Socket", message: p.DataRequest | p.ControlRequest, call: Call) -> None:
+        if len(socket.running) >= self._limits.max_in_flight and not isinstance(message, p.Cancel | p.Subscribe):
             socket.replies.abandon(call.request_id)
-            await self._send(
-                socket, call.client, call.request_id, p.encode(Failure("error", "The request was cancelled."))
-            )
-            raise
-        header = p.encode(reply)
-        if isinstance(reply, Failure) and reply.code == Busy.code:
+            raise Busy(f"The server works on {self._limits.max_in_flight} requests already.")
+        task = asyncio.create_task(self._reply(socket, message, call))
+        socket.running[call.request_id] = task
+        task.add_done_callback(lambda task: self._finish(socket, call, task))
+
+    def _finish(self, socket: "_Socket", call: Call, task: "asyncio.Task[bytes]") -> None:
+        """Answer, from the done callback, which comes even for a task that was cancelled before its first step."""
+        del socket.running[call.request_id]
+        if task.cancelled():
             socket.replies.abandon(call.request_id)
+            stopped = PeerDied("The server was stopped before it had answered.")
+            reply = p.encode(to_failure(stopped if self._stopping else BridgeError("The request was cancelled.")))
         else:
-            socket.replies.finish(call.request_id, header)
-        await self._send(socket, call.client, call.request_id, header)
+            reply = task.result()
+            socket.replies.finish(call.request_id, reply)
+        self._send(socket, call.client, call.request_id, reply)
 
-    async def _reply(self, socket: "_Socket", message: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
-        if isinstance(message, p.Cancel):
-            return self._cancel(socket, message.request_id, call)
-        if isinstance(message, p.Subscribe):
-            self._subscribers.add(call.client)
-            return p.Done()
-        return await self._handled(socket, message, call)
-
-    async def _handled(self, socket: "_Socket", message: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
-        if len(socket.running) > self._limits.max_in_flight:
-            return to_failure(Busy(f"The server works on {self._limits.max_in_flight} requests already."))
+    async def _reply(self, socket: "_Socket", message: p.DataRequest | p.ControlRequest, call: Call) -> bytes:
         name = type(message).__name__
         try:
-            async with asyncio.timeout(message.deadline_s):
-                return await self._handler(message, call)
+            match message:
+                case p.Cancel():
+                    reply = self._cancel(socket, message.request_id, call)
+                case p.Subscribe():
+                    self._subscribers.add(call.client)
+                    reply = p.Done()
+                case _:
+                    reply = await self._handled(message, call)
+            return p.encode(reply)
         except BridgeError as error:
-            return to_failure(error)
-        except TimeoutError:
-            return to_failure(Timeout(f"The server did not finish {name} within {message.deadline_s:g} s."))
+            return p.encode(to_failure(error))
         except Exception as error:  # The dispatch edge: whatever breaks in one request must not end the others.
             log.exception("%s failed", name)
-            return Failure("error", f"{name} failed inside the server: {error!r}.", remedy="Look at server.log.")
+            return p.encode(Failure("error", f"{name} failed inside the server: {error!a}.", remedy="See server.log."))
 
-    def _cancel(self, socket: "_Socket", target: bytes, call: Call) -> p.Reply:
+    async def _handled(self, message: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
+        deadline = asyncio.timeout(message.deadline_s)
+        try:
+            async with deadline:
+                reply = await self._handler(message, call)
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # The handler's own, about something else.
+            raise Timeout(
+                f"The server did not finish {type(message).__name__} within {message.deadline_s:g} s."
+            ) from None
+        if not isinstance(reply, p.Reply):
+            raise TypeError(f"the handler answered {type(reply).__name__}")
+        return reply
+
+    def _cancel(self, socket: "_Socket", target: bytes, call: Call) -> p.Done:
         if target[:CLIENT_BYTES] != call.client:
-            return to_failure(Refused("Only the client that asked can cancel a request."))
+            raise Refused("Only the client that asked can cancel a request.")
         if task := socket.running.get(target):
             task.cancel()
         return p.Done()
 
-    async def _send(self, socket: "_Socket", client: bytes, request_id: bytes, header: bytes) -> None:
-        try:
-            await socket.zmq.send_multipart([client, request_id, header])
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            self._subscribers.discard(client)  # Gone; a client that comes back asks again and gets the stored answer.
+    def _send(self, socket: "_Socket", client: bytes, request_id: bytes, header: bytes) -> None:
+        """Send, now or not at all: a client that went, or does not read, asks again and gets the stored answer."""
+        if socket.zmq.closed:
+            return
+        sent = asyncio.ensure_future(socket.zmq.send_multipart([client, request_id, header], flags=zmq.DONTWAIT))
+        error = sent.exception()
+        if isinstance(error, zmq.ZMQError) and error.errno == errno.EHOSTUNREACH:
+            self._subscribers.discard(client)  # It subscribes again when it comes back.
+        elif error and not isinstance(error, zmq.Again):
+            raise error
+
+
+def _decode(socket: "_Socket", header: bytes, call: Call) -> p.DataRequest | p.ControlRequest | p.Ack:
+    message = p.decode_to_server(header)
+    if not isinstance(message, socket.accepts):  # type: ignore[arg-type]
+        raise ProtocolMismatch(f"{type(message).__name__} does not belong on the {socket.name} socket.")
+    if call.buffer is not None and not isinstance(message, p.PublishAdapter):
+        raise ProtocolMismatch(f"{type(message).__name__} has no buffer.")
+    return message
 
 
 class _Socket:
-    """One ROUTER and what belongs to it. accepts: the union of requests that may come in here."""
+    """One ROUTER and what belongs to it. accepts: the union of messages that may come in here."""
 
     def __init__(self, name: str, socket: zmq.asyncio.Socket, accepts: object, replies: ReplyStore) -> None:
         self.name = name
         self.zmq = socket
         self.accepts = accepts
         self.replies = replies
-        self.running: dict[bytes, asyncio.Task[None]] = {}
+        self.running: dict[bytes, asyncio.Task[bytes]] = {}
+        self._file: tuple[Path, int, int] | None = None
+
+    def bound(self) -> str:
+        """The address it got. Its file, when it has one, is ours from now on."""
+        address = self.zmq.getsockopt_string(zmq.LAST_ENDPOINT)
+        path = Path(address.removeprefix("ipc://"))
+        if address.startswith("ipc://") and path.is_socket():
+            self._file = path, path.stat().st_ino, path.stat().st_mtime_ns
+        return address
+
+    def close(self) -> None:
+        """Let the last replies go out, and remove the file, unless another server has taken its place."""
+        self.zmq.close(CLOSE_LINGER_MS)
+        if self._file:
+            path, *identity = self._file
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                if [status.st_ino, status.st_mtime_ns] == identity:
+                    path.unlink()
+            self._file = None

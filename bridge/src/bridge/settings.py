@@ -15,9 +15,12 @@ from bridge.errors import ConfigError
 
 T = TypeVar("T")
 
-_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
-_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_AT = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`(?P<path>\$[^`]*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+_NOT_A_CHOICE = re.compile(r"Invalid (enum )?value ")
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def decode_toml(path: Path, type_: type[T], overrides: Sequence[str] = ()) -> T:
@@ -69,9 +72,12 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        match tomllib.loads(f"value = {text}"):
+            case {"value": value, **others} if not others:
+                return value
     except tomllib.TOMLDecodeError:
-        return text
+        pass
+    return text
 
 
 def _set(data: dict[str, Any], key: str, value: Any, override: str) -> None:
@@ -102,31 +108,41 @@ def _copy(data: Any) -> Any:
 def _explain(message: str, data: Any, type_: Any, source: str) -> ConfigError:
     matched = _AT.match(message)
     assert matched
-    what, path = matched["what"], (matched["path"] or "$").removeprefix("$").removeprefix(".")
-    steps = re.findall(r"[^.\[\]]+", path)
-    owner, found = _descend(type_, data, steps)
+    what = matched["what"]
+    place = _Place("", type_, data)
+    for field, index in _STEP.findall(matched["path"] or "$"):
+        place = place.field(field) if field else place.item(index)
     if unknown := _UNKNOWN.match(what):
-        return _unknown(unknown["name"], path, _fields(owner), source)
+        return _unknown(unknown["name"], place, source)
     if missing := _MISSING.match(what):
-        return ConfigError(f"{source}: {_dotted(path, missing['name'])}: is missing, and has no default.")
-    expected = what[:1].lower() + what[1:].replace("`", "") if what.startswith("Expected") else what
-    if ", got" not in expected and not isinstance(found, dict | list) and steps:
-        expected += f", got {found!r}"
-    elif ", got" in expected and not isinstance(found, dict | list):
-        expected += f" ({found!r})"
-    hint = nearest(found, _choices(owner)) if isinstance(found, str) else ""
+        return ConfigError(f"{source}: {_dotted(place.path, missing['name'])}: is missing, and has no default.")
+    choices = place.choices()
+    hint = nearest(place.value, choices) if isinstance(place.value, str) else ""
     return ConfigError(
-        f"{source}: {path or 'the file'}: {expected}.",
-        remedy=f"The nearest valid value is {hint!r}." if hint else _listed(_choices(owner)),
+        f"{source}: {place.path or 'the file'}: {_expectation(what, place)}.",
+        remedy=f"The nearest valid value is {hint!r}." if hint else _listed(choices),
     )
 
 
-def _unknown(name: str, path: str, fields: Sequence[str], source: str) -> ConfigError:
+def _unknown(name: str, place: "_Place", source: str) -> ConfigError:
+    fields = place.fields()
     near = nearest(name, fields)
     return ConfigError(
-        f"{source}: {_dotted(path, name)}: there is no such key.",
-        remedy=f"Did you mean {_dotted(path, near)}?" if near else _listed(fields),
+        f"{source}: {_dotted(place.path, name)}: there is no such key.",
+        remedy=f"Did you mean {_dotted(place.path, near)}?" if near else _listed(fields),
     )
+
+
+def _expectation(what: str, place: "_Place") -> str:
+    """The decoder's words in those of TOML, with the value that was found."""
+    if _NOT_A_CHOICE.match(what):
+        return f"expected {' or '.join(place.choices(quoted=True))}, got {place.value!r}"
+    if not what.startswith("Expected"):
+        return what
+    text = what.replace("`", "").replace("Expected", "expected", 1).replace(" | null", "").replace("object", "table")
+    if isinstance(place.value, dict | list):
+        return text
+    return f"{text} ({place.value!r})" if ", got" in text else f"{text}, got {place.value!r}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -134,46 +150,82 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _dotted(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    key = name if _PLAIN_KEY.fullmatch(name) else f'"{name}"'
+    return f"{path}.{key}" if path else key
 
 
-def _descend(type_: Any, data: Any, steps: Sequence[str]) -> tuple[Any, Any]:
-    """The type and the value at the end of the path."""
-    for step in steps:
-        if isinstance(data, dict):
-            data = data.get(step)
-        elif isinstance(data, list | tuple) and step.isdecimal() and int(step) < len(data):
-            data = data[int(step)]
-        type_ = _member(type_, step)
-    return type_, data
+class _Place(typing.NamedTuple):
+    """A spot in the data: its dotted path, the type that is wanted there, the value that is."""
+
+    path: str
+    wanted: Any
+    value: Any
+
+    def field(self, name: str) -> "_Place":
+        """A key of a section."""
+        struct = self._struct()
+        inside = self.value.get(name) if isinstance(self.value, dict) else None
+        if struct is None:  # The key that tells the members of a union apart.
+            tags = tuple(member.__struct_config__.tag for member in self._structs())
+            return _Place(_dotted(self.path, name), typing.Literal[tags] if tags else Any, inside)
+        hints = typing.get_type_hints(struct, include_extras=True)
+        names = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))
+        return _Place(_dotted(self.path, name), hints.get(names.get(name, "")), inside)
+
+    def item(self, index: str) -> "_Place":
+        """An element of a list, or the value in a table (msgspec calls it `...`) that is wrong."""
+        for member in _members(self.wanted):
+            arguments = typing.get_args(member)
+            if isinstance(self.value, dict) and typing.get_origin(member) is dict:
+                for key, value in self.value.items():
+                    if not _fits(value, arguments[1]):
+                        return _Place(_dotted(self.path, key), arguments[1], value)
+            if isinstance(self.value, list) and arguments and index.isdecimal():
+                fixed = typing.get_origin(member) is tuple and arguments[-1] is not Ellipsis
+                wanted = arguments[int(index) if fixed else 0]
+                return _Place(f"{self.path}[{index}]", wanted, self.value[int(index)])
+        return _Place(f"{self.path}[{index}]", Any, None)
+
+    def fields(self) -> list[str]:
+        """The keys that may stand here."""
+        struct = self._struct()
+        return list(struct.__struct_encode_fields__) if struct else []
+
+    def choices(self, *, quoted: bool = False) -> list[str]:
+        """The values that may stand here, where they can be listed."""
+        members = _members(self.wanted)
+        literals = [
+            arg for member in members if typing.get_origin(member) is typing.Literal for arg in typing.get_args(member)
+        ]
+        names = [repr(arg) if quoted else str(arg) for arg in literals]
+        return [*names, "true", "false"] if names and bool in members else names
+
+    def _structs(self) -> list[type[msgspec.Struct]]:
+        return [
+            member
+            for member in _members(self.wanted)
+            if isinstance(member, type) and issubclass(member, msgspec.Struct)
+        ]
+
+    def _struct(self) -> type[msgspec.Struct] | None:
+        structs = self._structs()
+        if len(structs) > 1 and isinstance(self.value, dict):
+            structs = [s for s in structs if self.value.get(s.__struct_config__.tag_field) == s.__struct_config__.tag]
+        return structs[0] if len(structs) == 1 else None
 
 
-def _member(type_: Any, step: str) -> Any:
-    struct = _struct(type_)
-    if struct is not None:
-        return typing.get_type_hints(struct, include_extras=True).get(step)
-    return next(iter(typing.get_args(_unwrapped(type_))), None)
-
-
-def _unwrapped(type_: Any) -> Any:
+def _members(type_: Any) -> list[Any]:
+    """The types that a union allows; any other type allows itself."""
     while typing.get_origin(type_) is typing.Annotated:
         type_ = typing.get_args(type_)[0]
     if typing.get_origin(type_) in (typing.Union, types.UnionType):
-        rest = [arg for arg in typing.get_args(type_) if arg is not types.NoneType]
-        return _unwrapped(rest[0]) if len(rest) == 1 else type_
-    return type_
+        return [member for arg in typing.get_args(type_) for member in _members(arg)]
+    return [type_]
 
 
-def _struct(type_: Any) -> type[msgspec.Struct] | None:
-    plain = _unwrapped(type_)
-    return plain if isinstance(plain, type) and issubclass(plain, msgspec.Struct) else None
-
-
-def _fields(type_: Any) -> list[str]:
-    struct = _struct(type_)
-    return list(struct.__struct_fields__) if struct else []
-
-
-def _choices(type_: Any) -> list[str]:
-    plain = _unwrapped(type_)
-    return [str(arg) for arg in typing.get_args(plain)] if typing.get_origin(plain) is typing.Literal else []
+def _fits(value: Any, type_: Any) -> bool:
+    try:
+        msgspec.convert(value, type_, strict=True)
+    except msgspec.ValidationError:
+        return False
+    return True
