@@ -1,5 +1,6 @@
 """What is kept of a run, and how it is shown."""
 
+import contextlib
 import io
 import json
 import math
@@ -225,6 +226,21 @@ def test_the_kind_of_display_follows_the_terminal():
     live.close()
     assert isinstance(live, LiveTable)
     assert isinstance(open_display("plain", 3, console(terminal=True)), PlainLines)
+
+
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_the_display_keeps_the_terminal_while_other_output_is_sent_elsewhere(mode, monkeypatch):
+    terminal, log = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    display = open_display(mode, 24)
+    try:
+        with contextlib.redirect_stdout(log):
+            show(display)
+    finally:
+        display.close()
+    assert sys.stdout is terminal
+    assert "1,412" in terminal.getvalue()
+    assert log.getvalue() == ""
 
 
 def test_the_ending_compares_before_and_after(tmp_path):

@@ -150,6 +150,7 @@ class GrpoConfig(Section, frozen=True, kw_only=True):
     max_completion_length: Count = 256
     shuffle_dataset: bool = True
     save_steps: Natural = 0
+    """Optimizer steps between two checkpoints; 0: none, but for the one that an interrupted run leaves."""
     save_total_limit: Count = 2
     extra: dict[str, Any] = {}
 
