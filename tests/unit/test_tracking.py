@@ -262,6 +262,14 @@ def test_the_comparison_starts_with_what_changed_most():
     assert [str(cell) for cell in table.columns[0].cells] == ["8", "7", "6"]
 
 
+def test_the_comparison_keeps_a_long_text_short_and_shows_its_end():
+    long = sample(prompt="p", completion="first\n" + "word " * 500 + "#### 42")
+    (cell,) = comparison([long], [long]).columns[3].cells
+    assert str(cell).startswith("first word")
+    assert str(cell).endswith("#### 42")
+    assert len(str(cell)) < 120
+
+
 def test_time_left_forgets_a_slow_first_step():
     now = 0.0
     left = TimeLeft(10, lambda: now)

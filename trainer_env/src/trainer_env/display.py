@@ -220,13 +220,19 @@ def comparison(before: Sequence[Sample], after: Sequence[Sample], count: int = 6
         table.add_column(name, justify="right" if name == "reward" else "left", max_width=44)
     for first, last in pairs[:count]:
         table.add_row(
-            Text(first.prompt),
-            Text(first.completion.strip()),
+            Text(_short(first.prompt)),
+            Text(_short(first.completion)),
             number(first.reward),
-            Text(last.completion.strip()),
+            Text(_short(last.completion)),
             number(last.reward),
         )
     return table
+
+
+def _short(text: str, limit: int = 110) -> str:
+    """A text on one line, its middle left out where it is long: how it ends often matters most."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"
 
 
 def _evaluation_line(record: Evaluation) -> str:
