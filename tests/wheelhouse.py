@@ -42,7 +42,9 @@ def _pack(folder, name, version, content, info):
     wheel = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path, data in {**content, f"{info}/RECORD": record.getvalue().encode()}.items():
-            archive.writestr(path, data)
+            entry = zipfile.ZipInfo(path)
+            entry.external_attr = (0o100755 if ".data/scripts/" in path else 0o100644) << 16
+            archive.writestr(entry, data)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     return f"{name.replace('_', '-')}=={version} --hash=sha256:{digest}"
 

@@ -15,7 +15,7 @@ from environments.lockfile import Section
 from environments.locking import hold
 from environments.processes import run
 from environments.uv import environment as uv_environment
-from environments.uv import torch_links
+from environments.uv import source_arguments
 
 # Part of every digest: raise it when an installation is made in another way, so that old ones are rebuilt.
 RECIPE = "1"
@@ -161,8 +161,8 @@ def _build(plan: Plan, uv: Path, log: Path, descriptor: int) -> None:
     python = plan.build / "bin" / "python"
     call("venv", "--quiet", "--no-python-downloads", "--python", plan.python, plan.build)
     requirements.write_text("\n".join((*plan.section.packages, "")))
-    links = torch_links(plan.section.pins.get("torch"), variables)
-    call("pip", "sync", "--python", python, "--require-hashes", "--no-build", *links, requirements)
+    where = source_arguments(plan.section.pins.get("torch"), variables)
+    call("pip", "sync", "--python", python, "--require-hashes", "--no-build", *where, requirements)
     editable = [word for name in plan.environment.packages for word in ("--editable", plan.root / name)]
     offline = ("--offline", "--no-index", "--no-deps", "--no-build-isolation")
     call("pip", "install", "--python", python, *offline, *editable)

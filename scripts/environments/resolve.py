@@ -13,7 +13,7 @@ from environments.errors import SetupError
 from environments.failures import explain
 from environments.lockfile import Section, source_digest
 from environments.processes import run, tail
-from environments.uv import environment, torch_links
+from environments.uv import environment, source_arguments
 
 TIMEOUT_S = 900.0
 _PIN = re.compile(r"^torch==(\S+)", re.MULTILINE)
@@ -71,7 +71,7 @@ class Resolver:
             requirements.write_text("\n".join((*section.packages, "")))
             command = [self.uv, "pip", "sync", "--dry-run", "--require-hashes", "--no-build", "--no-python-downloads"]
             command += ["--python-version", section.python, "--python-platform", section.platform]
-            command += ["--target", Path(scratch, "target"), *torch_links(section.pins.get("torch"), variables)]
+            command += ["--target", Path(scratch, "target"), *source_arguments(section.pins.get("torch"), variables)]
             if run([*command, requirements], log=log, timeout_s=TIMEOUT_S, env=variables):
                 raise explain(section.key, log)
 
@@ -83,7 +83,7 @@ class Resolver:
         command = [self.uv, "pip", "compile", requirements, *overrides, *output]
         command += ["--only-binary", ":all:", "--no-header", "--no-annotate", "--quiet", "--no-python-downloads"]
         command += ["--python-version", source.python, "--python-platform", PLATFORM]
-        command += torch_links(torch.group(1) if torch else None, variables)
+        command += source_arguments(torch.group(1) if torch else None, variables)
         if run(command, log=log, timeout_s=TIMEOUT_S, env=variables):
             raise SetupError(
                 f"cannot resolve {source.key}",

@@ -42,7 +42,7 @@ def state(environment: Environment, accelerator: str, root: Path, *, gpu: bool) 
     digest = hashlib.sha256(f"gpu={gpu}".encode() if accelerator == "cuda" else b"")
     if environment.engine == "sglang" and accelerator == "cpu":
         for path in sorted((root / SGLANG_CPU_PATH).rglob("*.py")):
-            digest.update(path.read_bytes())
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 

@@ -1,5 +1,6 @@
 """Find uv, or install the locked one through pip into an environment of its own; speak to it."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -25,13 +26,13 @@ _SPELLING = {
     "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
     "PIP_EXTRA_INDEX_URL": "UV_INDEX",
     "PIP_FIND_LINKS": "UV_FIND_LINKS",
-    "PIP_NO_INDEX": "UV_NO_INDEX",
     "PIP_TRUSTED_HOST": "UV_INSECURE_HOST",
     "PIP_DEFAULT_TIMEOUT": "UV_HTTP_TIMEOUT",
     "PIP_CERT": "SSL_CERT_FILE",
     "PIP_CLIENT_CERT": "SSL_CLIENT_CERT",
     "PIP_PROXY": "ALL_PROXY",
 }
+_SYSTEM_CERTIFICATES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt")
 # Where PyTorch lists its CPU wheels: a page of links, so that nothing but torch is looked up there.
 _CPU_TORCH = "https://download.pytorch.org/whl/cpu/torch/"
 
@@ -43,6 +44,9 @@ def settings(variables: Mapping[str, str]) -> dict[str, str]:
         for theirs, ours in _SPELLING.items()
         if variables.get(theirs) and not variables.get(ours)
     }
+    # pip trusts the certificates of the system; uv brings its own unless told otherwise.
+    if any(Path(bundle).exists() for bundle in _SYSTEM_CERTIFICATES):
+        found.setdefault("UV_SYSTEM_CERTS", variables.get("UV_SYSTEM_CERTS", "1"))
     # Every pin carries hashes, so it does not matter which index serves the file: look at all, as pip does.
     found.setdefault("UV_INDEX_STRATEGY", variables.get("UV_INDEX_STRATEGY", "unsafe-best-match"))
     return found
@@ -53,9 +57,14 @@ def environment() -> dict[str, str]:
     return clean_environment(settings(os.environ))
 
 
-def torch_links(torch_version: str | None, variables: Mapping[str, str]) -> list[str]:
-    """Arguments with which uv finds a CPU build of torch: none where the find-links already hold it."""
-    if not torch_version or not torch_version.endswith("+cpu") or variables.get("PIP_NO_INDEX"):
+def source_arguments(torch_version: str | None, variables: Mapping[str, str]) -> list[str]:
+    """Arguments that say where uv may look: not at an index where pip is told so, at PyTorch's for a CPU torch.
+
+    PyTorch's page is left out where the find-links already hold that torch.
+    """
+    if variables.get("PIP_NO_INDEX", "0").lower() not in ("0", "false", "no", "off", ""):
+        return ["--no-index"]
+    if not torch_version or not torch_version.endswith("+cpu"):
         return []
     links = variables.get("UV_FIND_LINKS") or variables.get("PIP_FIND_LINKS") or ""
     for folder in re.split(r"[\s,]+", links):
@@ -112,8 +121,12 @@ def _install(requirement: str, venvs: Path) -> Path:
 def _build(built: Path, requirement: str, venvs: Path, descriptor: int) -> None:
     shutil.rmtree(built, ignore_errors=True)
     log = atomic.new_log(venvs, "uv")
+    # Bootstrapping pip takes seconds; the pip of this Python serves as well, where it has one.
+    has_pip = importlib.util.find_spec("pip") is not None
+    python = built / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python] if has_pip else [python, "-m", "pip"]
     try:
-        venv.create(built, with_pip=True)
+        venv.create(built, with_pip=not has_pip)
     except (subprocess.CalledProcessError, OSError) as error:
         raise SetupError(
             "cannot make a virtual environment for uv",
@@ -124,8 +137,8 @@ def _build(built: Path, requirement: str, venvs: Path, descriptor: int) -> None:
         listed.write(requirement)
         listed.flush()
         hashes = ["--require-hashes"] if "--hash" in requirement else []
-        pip = [built / "bin" / "python", "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", *hashes]
-        status = run([*pip, "--requirement", listed.name], log=log, timeout_s=PIP_TIMEOUT_S, keep_open=descriptor)
+        command = [*pip, "install", "--no-deps", "--only-binary", ":all:", *hashes, "--requirement", listed.name]
+        status = run(command, log=log, timeout_s=PIP_TIMEOUT_S, keep_open=descriptor)
     if status:
         last = tail(log, 1)
         raise SetupError(

@@ -4,8 +4,9 @@ import dataclasses
 import tomllib
 from pathlib import Path
 
-import lock_envs
 import pytest
+
+import lock_envs
 from environments import catalogue, lockfile
 from environments.consistency import problems
 from environments.errors import SetupError
@@ -102,7 +103,7 @@ def test_an_unreadable_lock_is_named(tmp_path, text, what):
 
 
 def test_a_missing_lock_says_how_to_make_one(tmp_path):
-    with pytest.raises(SetupError, match="lock_envs.py write"):
+    with pytest.raises(SetupError, match=r"lock_envs\.py write"):
         lockfile.read(tmp_path / "envs.lock")
 
 

@@ -1,0 +1,239 @@
+"""The doctor: findings, advice, exit status. The environments are real, their packages are stand-ins."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+import doctor
+import wheelhouse
+from environments import atomic, catalogue, installation, lockfile, machine
+from environments.errors import SetupError
+from environments.findings import Finding, exit_status
+from environments.preflight import Gpu
+
+ROOT = Path(__file__).parents[2]
+HASH = f"--hash=sha256:{'0' * 64}"
+TORCHAO_SKIPPED = """
+import logging
+logging.getLogger(__name__).warning(
+    "Skipping import of cpp extensions due to incompatible torch version. Please upgrade to torch >= 2.11.0"
+)
+"""
+TORCHAO_NO_KERNELS = """
+import logging
+logging.getLogger(__name__).warning("Failed to load _C_cutlass_90a.abi3.so: Could not load this library")
+"""
+
+
+class Installed:
+    """Three environments that look like those of set-up."""
+
+    def __init__(self, folder):
+        self.venvs = folder / "venvs"
+        self.lock_path = folder / "envs.lock"
+        self.lines = [f"torch==2.13.0+cpu {HASH}", f"torchao==0.18.0 {HASH}"]
+        self.write_lock()
+        for plan in self.plans():
+            self.build(plan)
+
+    def write_lock(self):
+        self.lock_path.write_text(wheelhouse.lock_text(*((name, "cpu", self.lines) for name in catalogue.DEFAULT)))
+
+    def plans(self):
+        python = Path(sys.base_prefix, "bin", f"python{wheelhouse.PYTHON}")
+        return doctor._plans(lockfile.read(self.lock_path), "cpu", self.venvs, python, gpu=False)
+
+    def plan(self, name):
+        return next(plan for plan in self.plans() if plan.environment.name == name)
+
+    def build(self, plan):
+        venv.create(plan.build, symlinks=True)
+        for line in plan.section.packages:
+            name, version = line.split()[0].split("==")
+            self.package(plan, name, version)
+        (plan.build / "engine_options.json").write_text("{}")
+        atomic.write_marker(plan.build, {"digest": plan.digest})
+        atomic.point(plan.link, plan.build)
+
+    def package(self, plan, name, version="1.0", code=""):
+        (site,) = plan.build.glob("lib/python3*/site-packages")
+        for old in site.glob(f"{name}-*.dist-info"):
+            (old / "METADATA").unlink()
+            old.rmdir()
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (site / f"{name}.py").write_text(code)
+
+    def check(self, name):
+        return {finding.name: finding for finding in installation.environment(self.plan(name))}
+
+
+@pytest.fixture
+def installed(tmp_path):
+    return Installed(tmp_path)
+
+
+def test_a_sound_installation_is_ok(installed):
+    findings = installation.check(installed.plans())
+    assert [finding.name for finding in findings if finding.status != "ok"] == []
+    assert {"trainer", "trainer torch", "trainer torchao", "server-vllm", "server-sglang"} <= {f.name for f in findings}
+
+
+def test_a_torch_and_torchao_that_do_not_go_together_are_a_failure(installed):
+    installed.package(installed.plan("trainer"), "torchao", "0.18.0", TORCHAO_SKIPPED)
+    finding = installed.check("trainer")["trainer torchao"]
+    assert finding.status == "failure"
+    assert "torch 2.13.0+cpu and torchao 0.18.0 do not go together" in finding.detail
+    assert "setup_envs.sh --only trainer" in finding.remedy
+
+
+def test_a_skipped_extension_is_a_failure_on_a_gpu_and_expected_on_a_cpu(installed):
+    installed.package(installed.plan("trainer"), "torchao", "0.18.0", TORCHAO_NO_KERNELS)
+    assert installed.check("trainer")["trainer torchao"].status == "ok"
+    on_gpu = dataclasses.replace(installed.plan("trainer"), accelerator="cuda")
+    finding = installation.judge(on_gpu, "torchao", "skipped", "Failed to load _C.so")
+    assert finding.status == "failure"
+    assert "compiled part did not load" in finding.detail
+
+
+@pytest.mark.parametrize("code", ["raise OSError('libnuma.so.1: cannot open')", "import os; os._exit(9)"])
+def test_a_module_that_cannot_be_imported_is_a_failure(installed, code):
+    installed.package(installed.plan("trainer"), "torch", "2.13.0+cpu", code)
+    finding = installed.check("trainer")["trainer torch"]
+    assert finding.status == "failure"
+
+
+def test_a_package_of_another_version_is_named(installed):
+    installed.package(installed.plan("trainer"), "torchao", "0.17.0")
+    finding = installed.check("trainer")["trainer"]
+    assert (finding.status, finding.detail) == ("failure", "differs from envs.lock: torchao 0.17.0 instead of 0.18.0")
+
+
+def test_a_missing_package_is_named(installed):
+    installed.lines.append(f"peft==0.21.2 {HASH}")
+    installed.write_lock()
+    assert "peft is missing instead of 0.21.2" in installed.check("trainer")["trainer"].detail
+
+
+def test_an_environment_of_an_older_lock_is_a_warning(installed):
+    installed.lines.reverse()
+    installed.write_lock()
+    finding = installed.check("trainer")["trainer"]
+    assert (finding.status, finding.remedy) == ("warning", "run scripts/setup_envs.sh --only trainer")
+
+
+def test_an_environment_made_by_hand_is_a_warning(installed):
+    (installed.plan("trainer").build / atomic.MARKER).unlink()
+    finding = installed.check("trainer")["trainer"]
+    assert (finding.status, finding.detail) == ("warning", "was not made by setup_envs.sh")
+
+
+def test_a_missing_option_list_is_a_warning(installed):
+    (installed.plan("server-vllm").build / "engine_options.json").unlink()
+    assert installed.check("server-vllm")["server-vllm options"].status == "warning"
+
+
+@pytest.mark.parametrize(
+    ("gone", "status"), [(["trainer"], 2), (["server-vllm"], 1), (["server-vllm", "server-sglang"], 2)]
+)
+def test_the_trainer_and_one_server_are_needed(installed, gone, status):
+    for name in gone:
+        (installed.venvs / name).unlink()
+    assert exit_status(installation.check(installed.plans())) == status
+
+
+def test_exit_status_is_the_worst():
+    ok, warning, failure = (Finding("a", status, "b") for status in ("ok", "warning", "failure"))
+    assert [exit_status(found) for found in ([], [ok], [warning, ok], [ok, failure, warning])] == [0, 0, 1, 2]
+
+
+def test_a_gpu_in_use_names_who_holds_it(tmp_path, monkeypatch, installed):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '4711, python3, 60000 MiB'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    sections = [plan.section for plan in installed.plans()]
+    gpus = [Gpu("0", "NVIDIA H200", "580.95", 143771, 61000), Gpu("1", "NVIDIA H200", "580.95", 143771, 5)]
+    found = {finding.name: finding for finding in machine.check(sections, gpus, Path(sys.executable), installed.venvs)}
+    assert found["gpu 0"].status == "warning"
+    assert "61000 of 143771 MiB in use by process 4711 python3 60000 MiB" in found["gpu 0"].detail
+    assert found["gpu 1"].status == "ok"
+
+
+def test_a_broken_driver_is_a_failure(installed):
+    error = SetupError("the NVIDIA driver does not answer", why="version mismatch", remedy="reboot")
+    sections = [plan.section for plan in installed.plans()]
+    found = {finding.name: finding for finding in machine.check(sections, error, Path(sys.executable), installed.venvs)}
+    assert found["driver"] == Finding(
+        "driver", "failure", "the NVIDIA driver does not answer: version mismatch", "reboot"
+    )
+
+
+def test_little_shared_memory_is_a_warning(tmp_path, monkeypatch):
+    real = machine.shutil.disk_usage
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type(real(path))(64 << 20, 0, 64 << 20))
+    finding = machine.shared_memory(tmp_path)
+    assert finding.status == "warning"
+    assert "--shm-size" in finding.remedy
+    assert machine.shared_memory(tmp_path / "none").status == "warning"
+
+
+def test_a_missing_libnuma_says_which_package_has_it(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", missing)
+    finding = machine.numa()
+    assert finding.status == "failure"
+    assert "libnuma1" in finding.remedy
+
+
+def run_doctor(installed, *arguments):
+    python = f"{sys.base_prefix}/bin/python{wheelhouse.PYTHON}"
+    command = [python, str(ROOT / "scripts/doctor.py"), "--accelerator", "cpu", "--venvs", str(installed.venvs)]
+    return subprocess.run(
+        [*command, "--lock", str(installed.lock_path), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def test_the_report_is_for_people_or_for_programs(installed):
+    installed.package(installed.plan("trainer"), "torchao", "0.17.0")
+    told = run_doctor(installed)
+    assert told.returncode == 2, told.stderr
+    assert any(line.startswith("FAIL  trainer ") for line in told.stdout.splitlines())
+    assert "do: run scripts/setup_envs.sh --only trainer" in told.stdout
+    report = json.loads(run_doctor(installed, "--json").stdout)
+    assert report["status"] == 2
+    (failed,) = [check for check in report["checks"] if check["status"] == "failure"]
+    assert failed["name"] == "trainer"
+    assert failed["remedy"]
+
+
+def test_a_lock_that_cannot_be_read_is_a_failure(installed):
+    installed.lock_path.unlink()
+    told = run_doctor(installed)
+    assert told.returncode == 2
+    assert "lock_envs.py write" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "last"), [("exit 0", 0, "2. "), ("echo no GPU >&2; exit 3", 2, "FAILED (no GPU)")]
+)
+def test_smoke_runs_numbered_steps_and_stops_at_the_first_failure(installed, capsys, script, status, last):
+    program = installed.plan("trainer").build / "bin/tandem-train"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    assert doctor.smoke(installed.venvs) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert last in lines[-1]
+    assert lines[0].startswith("1. ")

@@ -1,0 +1,334 @@
+"""setup_envs.sh: whole or not at all, interrupted, doubled, repeated, altered.
+
+Real uv and real environments, with tiny wheels instead of the real packages.
+"""
+
+import json
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import wheelhouse
+from environments import atomic, catalogue
+
+ROOT = Path(__file__).parents[2]
+SETUP = ROOT / "scripts/setup_envs.sh"
+DEADLINE_S = 60
+
+# Notes each call of uv, and stops at the one named in $STOP_AT until $GO exists.
+FAKE_UV = """#!/bin/sh
+case "$*" in
+    venv*) step=venv ;;
+    "pip sync"*) step=sync ;;
+    *) step=editable ;;
+esac
+echo "$step" >> "$NOTES"
+if [ "$step" = "${STOP_AT:-}" ]; then
+    while [ ! -e "$GO" ]; do sleep 0.05; done
+fi
+exec "$REAL_UV" "$@"
+"""
+
+
+def real_uv():
+    found = catalogue.VENVS / ".uv/bin/uv"
+    return str(found) if found.exists() else shutil.which("uv")
+
+
+class Lab:
+    """A folder with wheels, a lock of them, and the environment variables that lead set-up there."""
+
+    def __init__(self, folder, cache):
+        self.folder = folder
+        self.venvs = folder / "venvs"
+        self.wheels = folder / "wheels"
+        self.wheels.mkdir()
+        self.lock = folder / "envs.lock"
+        self.notes = folder / "notes"
+        self.go = folder / "go"
+        uv = folder / "uv"
+        uv.write_text(FAKE_UV)
+        uv.chmod(0o755)
+        self.variables = {
+            "GO": str(self.go),
+            "NOTES": str(self.notes),
+            "PATH": "/usr/bin:/bin",
+            "PIP_FIND_LINKS": str(self.wheels),
+            "PIP_NO_INDEX": "1",
+            "REAL_UV": real_uv(),
+            "TANDEM_PYTHON": sys.executable,
+            "TANDEM_UV": str(uv),
+            "UV_CACHE_DIR": str(cache),
+            "HOME": str(folder),
+        }
+        self.backend = wheelhouse.repack(self.wheels, "flit_core").replace("flit_core==", "flit-core==")
+        self.tiny = wheelhouse.make_wheel(self.wheels, "tiny")
+        self.started = []
+        self.write_lock()
+
+    def close(self):
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            with process:
+                pass
+
+    @property
+    def link(self):
+        return self.venvs / "dev"
+
+    def write_lock(self, *lines):
+        self.lock.write_text(wheelhouse.lock_text(("dev", "any", [self.backend, *(lines or [self.tiny])])))
+
+    def start(self, *arguments, **variables):
+        command = ["sh", str(SETUP), "--only", "dev", "--skip-check", "--lock", str(self.lock)]
+        process = subprocess.Popen(
+            [*command, "--venvs", str(self.venvs), *arguments],
+            env={**self.variables, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments, **variables):
+        process = self.start(*arguments, **variables)
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def calls(self):
+        return self.notes.read_text().split() if self.notes.exists() else []
+
+    def wait_for_call(self, step):
+        deadline = time.monotonic() + DEADLINE_S
+        while step not in self.calls():
+            assert time.monotonic() < deadline, f"uv was never asked for {step}"
+            time.sleep(0.02)
+
+    def builds(self):
+        return sorted(path.name for path in self.venvs.glob("dev-*"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("uv-cache")
+
+
+@pytest.fixture
+def lab(tmp_path, cache):
+    made = Lab(tmp_path, cache)
+    yield made
+    made.close()
+
+
+def assert_works(lab, version="1.0"):
+    code = "import tiny, bridge, server_env, trainer_env; print(tiny.version)"
+    answer = subprocess.run(
+        [lab.link / "bin/python", "-I", "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE_S
+    )
+    assert answer.stdout.strip() == version
+    assert (lab.link / "bin/tandem-server").exists()
+    assert (atomic.read_marker(lab.link) or {}).get("environment") == "dev"
+
+
+def assert_group_ends(group):
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
+    pytest.fail("a child was left")
+
+
+def test_an_environment_is_built_at_its_final_place(lab):
+    done = lab.run()
+    assert done.returncode == 0, done.stderr
+    assert "dev: ready, installed in" in done.stdout
+    assert lab.calls() == ["venv", "sync", "editable"]
+    assert lab.link.is_symlink()
+    assert lab.builds() == [lab.link.readlink().name]
+    assert_works(lab)
+
+
+def test_a_repeat_calls_nothing_and_takes_no_time(lab):
+    assert lab.run().returncode == 0
+    began = time.monotonic()
+    again = lab.run(TANDEM_UV="/nonexistent")
+    assert again.returncode == 0, again.stderr
+    assert "dev: up to date" in again.stdout
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("step", ["venv", "sync", "editable"])
+def test_a_run_killed_half_way_is_made_good_by_the_next(lab, step):
+    first = lab.start(STOP_AT=step)
+    lab.wait_for_call(step)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate(timeout=DEADLINE_S)
+    assert not lab.link.exists()
+    second = lab.run()
+    assert second.returncode == 0, second.stderr
+    assert_works(lab)
+
+
+def test_a_new_run_waits_for_the_child_that_a_killed_run_left(lab):
+    first = lab.start(STOP_AT="sync")
+    lab.wait_for_call("sync")
+    first.kill()
+    second = lab.start()
+    second.stdout.readline()
+    assert "waiting for process" in second.stdout.readline()
+    lab.go.touch()
+    _, err = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 0, err
+    first.communicate(timeout=DEADLINE_S)
+    assert_works(lab)
+
+
+def test_an_interrupt_ends_the_children_and_says_how_to_go_on(lab):
+    process = lab.start(STOP_AT="sync")
+    lab.wait_for_call("sync")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert err.strip() == "interrupted; run the command again to go on"
+    assert_group_ends(process.pid)
+    assert lab.run().returncode == 0
+    assert_works(lab)
+
+
+def test_two_runs_at_once_build_once(lab):
+    both = [lab.start(), lab.start()]
+    for process in both:
+        _, err = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, err
+    assert lab.calls().count("sync") == 1
+    assert_works(lab)
+
+
+def test_an_altered_hash_is_refused_by_name_and_the_old_environment_stays(lab):
+    assert lab.run().returncode == 0
+    other = wheelhouse.make_wheel(lab.wheels, "other")
+    lab.write_lock(lab.tiny, f"{other[:-1]}{'0' if other[-1] != '0' else '1'}")
+    refused = lab.run()
+    assert refused.returncode == 1
+    errors = refused.stderr.strip().splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("error: hash mismatch for other==1.0: ")
+    assert " Do: " in errors[0]
+    assert str(lab.venvs / "logs/dev.log") in errors[0]
+    assert_works(lab)
+
+
+def test_a_package_that_the_index_lacks_is_an_error_with_its_log(lab):
+    lab.write_lock(lab.tiny.replace("1.0", "7.0"))
+    refused = lab.run()
+    assert refused.returncode == 1
+    assert "dev cannot be installed" in refused.stderr
+    assert "tiny==7.0" in (lab.venvs / "logs/dev.log").read_text()
+    assert not lab.link.exists()
+
+
+def test_a_changed_lock_switches_to_a_new_build_and_removes_the_old(lab):
+    assert lab.run().returncode == 0
+    old = lab.builds()
+    lab.write_lock(wheelhouse.make_wheel(lab.wheels, "tiny", "2.0"))
+    assert lab.run().returncode == 0
+    assert len(lab.builds()) == 1
+    assert lab.builds() != old
+    assert_works(lab, "2.0")
+
+
+def test_a_build_that_a_process_runs_from_is_kept(lab):
+    assert lab.run().returncode == 0
+    old = lab.link.resolve()
+    with (old / "requirements.txt").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        lab.write_lock(wheelhouse.make_wheel(lab.wheels, "tiny", "2.0"))
+        assert lab.run().returncode == 0
+        assert (old / "bin/python").exists()
+    lab.write_lock(wheelhouse.make_wheel(lab.wheels, "tiny", "3.0"))
+    assert lab.run().returncode == 0
+    assert not old.exists()
+
+
+def test_a_damaged_build_is_built_again(lab):
+    assert lab.run().returncode == 0
+    (lab.link / atomic.MARKER).unlink()
+    assert lab.run().returncode == 0
+    assert lab.calls().count("sync") == 2
+    assert_works(lab)
+
+
+def test_a_folder_in_the_way_is_not_touched(lab):
+    lab.link.mkdir(parents=True)
+    (lab.link / "mine").touch()
+    refused = lab.run()
+    assert refused.returncode == 1
+    assert "is in the way" in refused.stderr
+    assert (lab.link / "mine").exists()
+
+
+def test_an_import_that_fails_is_an_error_with_its_log(lab):
+    process = lab.run()
+    assert process.returncode == 0
+    command = ["sh", str(SETUP), "--only", "dev", "--lock", str(lab.lock), "--venvs", str(lab.venvs)]
+    checked = subprocess.run(
+        command, env=lab.variables, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+    )
+    assert checked.returncode == 1
+    assert "its imports fail: ModuleNotFoundError: No module named 'pytest'" in checked.stderr
+    assert lab.calls().count("sync") == 1
+
+
+def test_uv_is_installed_by_pip_from_the_lock(lab):
+    """With no uv on the machine, the one in the lock is taken, by its hash."""
+    fake = wheelhouse.make_wheel(
+        lab.wheels, "uv", files={"uv-1.0.data/scripts/uv": f'#!/bin/sh\nexec "{lab.variables["REAL_UV"]}" "$@"\n'}
+    )
+    dev = ("dev", "any", [lab.backend, lab.tiny])
+    lab.lock.write_text(wheelhouse.lock_text(("uv", "any", [fake]), dev))
+    lab.variables |= {"TANDEM_UV": "", "TANDEM_PYTHON": f"{sys.base_prefix}/bin/python{wheelhouse.PYTHON}"}
+    done = lab.run()
+    assert done.returncode == 0, done.stderr
+    assert (lab.venvs / ".uv").is_symlink()
+    assert_works(lab)
+    shutil.rmtree(lab.venvs)
+    lab.lock.write_text(wheelhouse.lock_text(("uv", "any", [f"{fake[:-4]}0000"]), dev))
+    refused = lab.run()
+    assert refused.returncode == 1
+    assert "pip could not install uv" in refused.stderr
+
+
+def test_a_python_that_is_too_old_is_refused_in_one_line(tmp_path):
+    for name in ("sh", "dirname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.2" && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    refused = subprocess.run(
+        ["sh", str(SETUP)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.strip() == (
+        "error: no Python 3.11 or newer: Python 3.9.2 is what this machine has. "
+        "Do: install python3.11 or python3.12, or name one with TANDEM_PYTHON=/path/to/python"
+    )
+
+
+def test_a_marker_says_what_was_built(lab):
+    assert lab.run().returncode == 0
+    marker = json.loads((lab.link / atomic.MARKER).read_text())
+    assert marker["section"] == f"dev.any.py{wheelhouse.PYTHON.replace('.', '')}"
+    assert marker["check"] is None
+    assert lab.link.resolve().name == f"dev-{marker['digest']}"
