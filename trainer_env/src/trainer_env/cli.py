@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bridge.errors import BridgeError, ConfigError
-from bridge.settings import nearest
 from trainer_env import arguments, config
 
 if TYPE_CHECKING:
@@ -39,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Namespace) -> int:
-    settings = _resumed(options) if options.resume else _new(options)
+    settings = _settings(options)
     from trainer_env.devices import detect
     from trainer_env.placement import plan
     from trainer_env.session import Session
 
-    placement = plan(settings.placement, detect())
+    placement = plan(settings.placement, detect(), overlap=settings.lookahead("cpu") > 0)
     session = Session(settings, placement, resume=bool(options.resume))
     for line in [*session.describe(), *placement.lines()]:
         print(line, flush=True)
@@ -59,24 +58,12 @@ def _run(options: Namespace) -> int:
     return 0 if summary.steps >= settings.grpo.max_steps else EXIT_INTERRUPTED
 
 
-def _new(options: Namespace) -> config.TrainConfig:
+def _settings(options: Namespace) -> config.TrainConfig:
+    """A new run's config, or the resumed run's own with this command line's changes."""
     settings = config.load(options.config, arguments.to_overrides(options))
+    if options.resume:
+        return msgspec.structs.replace(settings, run=options.resume, output_dir=str(options.config.parent.parent))
     return config.named(settings, options.config)
-
-
-def _resumed(options: Namespace) -> config.TrainConfig:
-    """The run's own config, with this command line's changes. Raises ConfigError when there is no such run."""
-    base = Path(config.load(options.config, arguments.to_overrides(options)).output_dir)
-    runs = {path.parent.name: path.stat().st_mtime for path in base.glob("*/config.toml")}
-    name = max(runs, key=runs.__getitem__, default="") if options.resume == arguments.LATEST else options.resume
-    if name not in runs:
-        near = nearest(name, list(runs))
-        raise ConfigError(
-            f"There is no run {name!r} in {base} to go on with." if name else f"There is no run in {base} yet.",
-            remedy=f"Did you mean --resume {near}?" if near else "Start a new run, without --resume.",
-        )
-    settings = config.load(base / name / "config.toml", arguments.to_overrides(options))
-    return msgspec.structs.replace(settings, run=name, output_dir=str(base))
 
 
 def _log_to(path: Path) -> None:

@@ -11,18 +11,15 @@ def server_settings(config: TrainConfig, model: str, placement: Placement) -> di
 
     A key that the user set in `[server]` wins over what is filled in here.
     """
-    mode = placement.mode
     filled: dict[str, Any] = {
         "model": model,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
         "seed": config.seed,
-        "device": "cpu" if mode == "cpu" else "cuda",
         "context_length": config.model.max_seq_length,
         "max_lora_rank": config.lora.r,
-        "max_staleness": config.max_staleness(mode),
-        "sleep": mode == "time-share",
-        "memory_share": placement.memory_share,
+        "max_staleness": config.max_staleness(placement.mode),
+        **placement.server_settings(),
     }
     return {
         "run_id": config.run,

@@ -9,10 +9,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Self
 
-import msgspec
-
 from bridge.blocking import BlockingClient
-from bridge.errors import BridgeError, EngineFailed, PeerDied
+from bridge.errors import BridgeError, ConfigError, EngineFailed, PeerDied
 from bridge.protocol import ServerStatus, Shutdown, Status
 from trainer_env import data, models, rewards
 from trainer_env.config import TrainConfig, to_toml
@@ -86,7 +84,7 @@ class Session:
         self._model = models.resolve(self.config.model.name)
         self._write_server_settings(run_dir, self._model)
         _write(run_dir / "config.toml", to_toml(self.config))
-        _write(run_dir / "placement.json", msgspec.json.format(msgspec.json.encode(self.placement)).decode() + "\n")
+        write_atomically(run_dir / "placement.json", self.placement.to_json())
         self.tracker.status(f"starting the {self.config.backend} server; log: {run_dir / 'server.log'}")
         self._server.start()
 
@@ -121,9 +119,9 @@ class Session:
 
     def load_policy(self) -> None:
         """Load the base model under a fresh adapter."""
-        from trainer_env import grpo
-
         with self._timed("the trainer's model is loaded"), self._quietly():
+            from trainer_env import grpo
+
             self._policy = grpo.load_policy(self.config, self._model)
 
     def connect(self) -> None:
@@ -225,8 +223,14 @@ class Session:
 
         if not self._resume:
             return None
-        checkpoint = last_checkpoint(self.config.run_dir / "checkpoints")
-        return step_of(checkpoint) if checkpoint else 0
+        folder = self.config.run_dir / "checkpoints"
+        checkpoint = last_checkpoint(folder)
+        if checkpoint is None:
+            raise ConfigError(
+                f"There is no whole checkpoint in {folder} to go on from.",
+                remedy="Start a new run, with grpo.save_steps set.",
+            )
+        return step_of(checkpoint)
 
     def _write_server_settings(self, folder: Path, model: str) -> None:
         _write(folder / "server.toml", write_toml(server_settings(self.config, model, self.placement)))
