@@ -74,7 +74,8 @@ def make(
 
 def pack(tensors, rank: int = 4, targets: tuple[str, ...] = ALL, **config) -> Adapter:
     """An adapter of the given tensors: name -> (shape, values)."""
-    header, body = {"__metadata__": {"format": "pt"}}, bytearray()
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    body = bytearray()
     for name, (shape, values) in tensors.items():
         start = len(body)
         body += array("f", values).tobytes()

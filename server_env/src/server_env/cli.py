@@ -21,7 +21,11 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--config", type=Path, required=True, metavar="FILE", help="server.toml")
     result.add_argument(
-        "--run-dir", type=Path, default=Path(), metavar="DIR", help="where logs and connection.json go (default: here)"
+        "--run-dir",
+        type=Path,
+        default=Path("runs/server"),
+        metavar="DIR",
+        help="where logs and connection.json go (default: runs/server)",
     )
     result.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key, e.g. vllm.max_num_seqs=64"

@@ -59,7 +59,7 @@ def make_engine(file: ServerFile) -> Engine:
 async def serve(file: ServerFile, run_dir: Path) -> str:
     """Run a server until it is told to end; why it ended. Raises ConfigError and EngineFailed when it cannot start."""
     async with contextlib.AsyncExitStack() as stack:
-        gateway = Gateway(file, private_dir(run_dir), stack)
+        gateway = Gateway(file, private_dir(run_dir.absolute()), stack)
         return await gateway.run()
 
 
@@ -72,6 +72,10 @@ class Gateway:
         self._stack = stack
         _own(run_dir, stack)
         self._uuid = uuid.uuid4().hex
+        self._service = Service(file, server_uuid=self._uuid, log_path=str(run_dir / "server.log"))
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):  # Before anything is made that a signal could leave behind.
+            loop.add_signal_handler(signum, self._service.end, signal.Signals(signum).name)
         engine = make_engine(file)
         scratch = Scratch(self._uuid)
         stack.callback(scratch.remove)
@@ -80,7 +84,6 @@ class Gateway:
         spool = Spool(scratch.spool(file.server.spool_dir, run_dir))
         stack.callback(spool.remove)
         self._scratch = scratch.path
-        self._service = Service(file, server_uuid=self._uuid, log_path=str(run_dir / "server.log"))
         process = EngineProcess(
             engine,
             device=device_of(file),
@@ -108,9 +111,6 @@ class Gateway:
 
     async def run(self) -> str:
         """Start, serve, end."""
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._service.end, signal.Signals(signum).name)
         self._stack.push_async_callback(self._adapters.close)
         self._stack.push_async_callback(self._supervisor.stop)
         if await self._started():
@@ -159,7 +159,7 @@ class Gateway:
             client_public=client[0],
             client_secret=client[1],
             http_url=self._service.http_url,
-            log_path=str((self._run_dir / "server.log").absolute()),
+            log_path=str(self._run_dir / "server.log"),
         )
         path = self._run_dir / "connection.json"
         write_connection(path, connection)

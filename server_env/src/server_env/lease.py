@@ -58,8 +58,10 @@ class LeaseBook:
         return fresh
 
     def beat(self, epoch: int) -> None:
-        """A heartbeat. Raises Refused for a trainer that was replaced."""
+        """A heartbeat. Raises Refused for an onlooker, and for a trainer that was replaced."""
         self.admit(epoch)
+        if not epoch:
+            raise Refused("Only a client that attached with a run_id keeps the lease.")
         self._seen = self.clock()
 
     def admit(self, epoch: int) -> None:
