@@ -1,0 +1,191 @@
+"""Leases, caches, scratch folders, environments: the parts of the server half that need no engine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bridge.errors import ConfigError, Refused
+from server_env.cache import EngineCache
+from server_env.config import ServerFile, from_dict, load
+from server_env.environment import cleaned
+from server_env.http_front import _parse
+from server_env.lease import LeaseBook
+from server_env.scratch import Scratch, sweep
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def book(clock):
+    return LeaseBook(15.0, clock=clock)
+
+
+HERE = f"{os.uname().nodename}:{os.getpid()}"
+
+
+def test_a_lease_lives_as_long_as_its_heartbeat(book, clock):
+    assert not book.alive
+    book.attach("run", "h:1")
+    for _ in range(5):
+        clock.now += 14
+        assert book.alive
+        book.beat(1)
+    clock.now += 15
+    assert not book.alive
+
+
+def test_processes_of_one_run_share_its_epoch(book):
+    assert book.attach("run", HERE)
+    assert not book.attach("run", HERE)
+    assert book.epoch == 1
+
+
+def test_another_run_waits_for_the_end_of_the_lease(book, clock):
+    book.attach("one", "elsewhere:1")
+    clock.now += 14
+    with pytest.raises(Refused, match="Run 'one'"):
+        book.attach("two", "elsewhere:2")
+    clock.now += 2
+    assert book.attach("two", "elsewhere:2")
+    assert book.epoch == 2
+
+
+def test_a_run_that_was_killed_on_this_host_is_taken_over_at_once(book):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    book.attach("run", f"{os.uname().nodename}:{child.pid}")
+    assert book.attach("run", HERE)
+    assert book.epoch == 2
+
+
+def test_a_silent_trainer_that_comes_back_before_anybody_else_goes_on(book, clock):
+    book.attach("run", "elsewhere:1")
+    clock.now += 60
+    book.beat(1)
+    assert book.alive
+
+
+def test_what_is_of_an_older_epoch_is_refused(book, clock):
+    book.attach("run", "elsewhere:1")
+    clock.now += 60
+    book.attach("run", "elsewhere:2")
+    for refuse in (book.admit, book.beat):
+        with pytest.raises(Refused, match="epoch 2, yours is 1"):
+            refuse(1)
+    book.admit(0)
+    book.admit(2)
+    with pytest.raises(Refused):
+        book.beat(0)
+
+
+def test_two_servers_of_one_kind_get_two_folders_and_the_first_one_is_used_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    one = EngineCache.acquire("vllm", "1", ["a"])
+    two = EngineCache.acquire("vllm", "1", ["a"])
+    other = EngineCache.acquire("vllm", "2", ["a"])
+    flags = EngineCache.acquire("vllm", "1", ["b"])
+    assert len({one.path, two.path, other.path, flags.path}) == 4
+    one.release()
+    again = EngineCache.acquire("vllm", "1", ["a"])
+    assert again.path == one.path
+    for cache in (two, other, flags, again):
+        cache.release()
+
+
+def test_scratch_is_private_short_and_gone_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setattr("server_env.scratch.MEMORY", tmp_path)
+    scratch = Scratch("0123456789abcdef")
+    assert scratch.path.stat().st_mode & 0o777 == 0o700
+    sweep(tmp_path)
+    assert scratch.path.exists()
+    scratch.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_dead_server_left_is_swept_and_what_is_not_ours_stays(tmp_path):
+    dead = tmp_path / f"tandem-{os.getuid()}-dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    (dead / "spool").mkdir()
+    others = tmp_path / "tandem-999999-x"
+    others.mkdir()
+    (others / "lock").touch()
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [others]
+
+
+def test_little_room_in_memory_sends_adapters_to_the_run_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr("server_env.scratch.MEMORY", tmp_path)
+    scratch = Scratch("0123456789abcdef")
+    run_dir = tmp_path / "run"
+    assert scratch.spool("", run_dir).is_relative_to(scratch.path)
+    monkeypatch.setattr("server_env.scratch.ENOUGH_BYTES", 1 << 60)
+    assert scratch.spool("", run_dir) == run_dir / "spool"
+    assert scratch.spool(str(tmp_path / "mine"), run_dir).parent == tmp_path / "mine"
+    scratch.remove()
+
+
+def test_a_launchers_variables_and_growing_segments_do_not_reach_the_engine():
+    dirty = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "a:1,expandable_segments:True,b:2",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "x",
+        "PYTHONPATH": "/x",
+        "OMP_NUM_THREADS": "1",
+        "PATH": "/bin",
+    }
+    assert cleaned(dirty, "cuda") == {"PYTORCH_ALLOC_CONF": "a:1,b:2", "OMP_NUM_THREADS": "1", "PATH": "/bin"}
+    assert "OMP_NUM_THREADS" not in cleaned(dirty, "cpu")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:80", "10.0.0.1:80", "example.org:80", "127.0.0.1", "127.0.0.1:x", "*:80"])
+def test_the_http_port_is_never_open_to_the_network(address):
+    with pytest.raises(ConfigError):
+        _parse(address)
+
+
+def test_loopback_has_several_names():
+    assert _parse("127.0.0.1:0") == _parse("localhost:0") == _parse(":0") == ("127.0.0.1", 0)
+
+
+def test_a_file_is_read_with_overrides(tmp_path):
+    path = tmp_path / "server.toml"
+    path.write_text('keep_server_s = 9\n[server]\nmodel = "m"\n')
+    file = load(path, ["server.seed=4", "listen=tcp://127.0.0.1:5"])
+    assert (file.server.seed, file.keep_server_s, file.listen) == (4, 9.0, "tcp://127.0.0.1:5")
+
+
+@pytest.mark.parametrize(
+    ("server", "named"),
+    [
+        ({"adapter_slots": 2}, "server.adapter_slots"),
+        ({"max_staleness": 4, "adapter_slots": 5}, "server.adapter_slots"),
+        ({"adapters_held": 3}, "server.adapters_held"),
+        ({"cuda_graphs": "no"}, "server.cuda_graphs"),
+        ({"max_in_flight": 0}, "server.max_in_flight"),
+        ({"seeed": 1}, "server.seeed"),
+    ],
+)
+def test_wrong_settings_are_named_by_their_key(server, named):
+    with pytest.raises(ConfigError, match=named):
+        from_dict({"server": {"model": "m", **server}}, "test")
+
+
+def test_defaults_hold_the_versions_in_flight():
+    file = from_dict({"server": {"model": "m"}}, "test")
+    assert isinstance(file, ServerFile)
+    assert file.server.slots == 3
+    assert file.server.held > file.server.slots
