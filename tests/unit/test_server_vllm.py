@@ -38,7 +38,8 @@ def test_every_typed_option_reaches_the_command_line_under_its_own_name():
         kind = next(arg for arg in field.type.__args__ if arg is not type(None))
         sample = samples[getattr(kind, "__origin__", kind).__name__]
         expected = list(sample) if isinstance(sample, tuple) else [str(sample)]
-        assert arguments(msgspec.convert({field.name: sample}, VLLMConfig)) == [
+        options = msgspec.convert({field.name: sample}, VLLMConfig)
+        assert arguments(options) == [
             f"--{field.name.replace('_', '-')}",
             *expected,
         ]

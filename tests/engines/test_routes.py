@@ -1,0 +1,210 @@
+"""Each HTTP route of vLLM that Tandem uses, asked of the fake engine and of the real one: the same assertions hold.
+
+The fake stands in for the real one in tests of faults only; this is what keeps it honest.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+import uuid
+from pathlib import Path
+
+import lora_files
+import pytest
+import pytest_asyncio
+from served import FAKE
+
+from bridge.errors import Refused
+from bridge.protocol import Sampling, unpack_ids, unpack_logprobs
+from server_env import vllm_http
+from server_env.config import ServerConfig
+from server_env.engine import EngineGone
+from server_env.engine_process import EngineProcess
+from server_env.scratch import Scratch
+from server_env.vllm import VLLMConfig
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+PROMPT = [5, 6, 7, 8, 9]
+START_S = 300
+
+
+@contextlib.asynccontextmanager
+async def running(command: list[str], model: Path, tmp: Path):
+    server = ServerConfig(
+        model=str(model),
+        dtype="float32",
+        context_length=128,
+        max_lora_rank=8,
+        engine_command=tuple(command),
+        cpu_kv_gib=1,
+    )
+    engine = vllm_http.VLLM(server, VLLMConfig(), "cpu", None)
+    scratch = Scratch(uuid.uuid4().hex)
+    process = EngineProcess(
+        engine,
+        device="cpu",
+        scratch=scratch.path,
+        cache=tmp / "cache",
+        log_path=tmp / "engine.log",
+        environment=os.environ,
+    )
+    try:
+        facts = await process.start(START_S)
+        yield engine, facts
+    finally:
+        await process.stop()
+        scratch.remove()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fake", "vllm"])
+async def started(request, tiny, server_python, tmp_path_factory):
+    real = [str(server_python), "-m", "vllm.entrypoints.openai.api_server"]
+    command = FAKE if request.param == "fake" else real
+    async with running(command, tiny, tmp_path_factory.mktemp(request.param)) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def engine(started):
+    return started[0]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def adapter(engine, tiny, tmp_path):
+    """A loaded adapter's name."""
+    name = f"policy-{uuid.uuid4().hex}"
+    await engine.load_adapter(name, lora_files.make(tiny, 3).write(tmp_path / name))
+    yield name
+    with contextlib.suppress(Refused):
+        await engine.unload_adapter(name)
+
+
+async def test_facts(started):
+    _, facts = started
+    assert facts.version
+    assert facts.max_context == 128
+    assert facts.capabilities == {"lora", "score"}
+
+
+async def test_completions_have_ids_logprobs_and_a_finish_reason(engine):
+    found = await engine.generate("", PROMPT, 3, Sampling(max_tokens=6, temperature=0.7, ignore_eos=True))
+    assert len(found) == 3
+    for completion in found:
+        assert len(unpack_ids(completion.token_ids)) == len(unpack_logprobs(completion.logprobs)) == 6
+        assert max(unpack_logprobs(completion.logprobs)) <= 0
+        assert completion.finish_reason == "length"
+    assert len({completion.token_ids for completion in found}) > 1
+
+
+async def test_greedy_and_seeded_sampling_repeat(engine):
+    for sampling in (Sampling(max_tokens=5, temperature=0), Sampling(max_tokens=5, seed=11)):
+        first, second = [await engine.generate("", PROMPT, 1, sampling) for _ in range(2)]
+        assert unpack_ids(first[0].token_ids) == unpack_ids(second[0].token_ids)
+
+
+async def test_a_stop_token_ends_a_completion_and_is_part_of_it(engine):
+    free = (await engine.generate("", PROMPT, 1, Sampling(max_tokens=5, temperature=0, ignore_eos=True)))[0]
+    last = unpack_ids(free.token_ids)[2]
+    first_at = unpack_ids(free.token_ids).index(last)
+    stopped = (
+        await engine.generate(
+            "", PROMPT, 1, Sampling(max_tokens=5, temperature=0, stop_token_ids=(last,), ignore_eos=True)
+        )
+    )[0]
+    assert stopped.finish_reason == "stop"
+    assert unpack_ids(stopped.token_ids) == unpack_ids(free.token_ids)[: first_at + 1]
+
+
+async def test_a_completion_ends_with_the_context(engine):
+    found = await engine.generate("", [5] * 120, 1, Sampling(max_tokens=50, ignore_eos=True))
+    assert len(unpack_ids(found[0].token_ids)) == 8
+    assert found[0].finish_reason == "length"
+
+
+async def test_scores_do_not_depend_on_how_was_sampled(engine):
+    found = await engine.score("", PROMPT)
+    assert len(found) == len(PROMPT) - 1
+    assert max(found) < 0
+    assert found == await engine.score("", PROMPT)
+    assert found[:2] == pytest.approx(await engine.score("", PROMPT[:3]), abs=1e-4)
+
+
+async def test_a_score_is_the_logprob_that_sampling_reports_at_temperature_one(engine):
+    completion = (await engine.generate("", PROMPT, 1, Sampling(max_tokens=4, ignore_eos=True)))[0]
+    scored = await engine.score("", PROMPT + unpack_ids(completion.token_ids))
+    assert scored[-4:] == pytest.approx(unpack_logprobs(completion.logprobs), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [([], "400"), ([5] * 128, "400"), ([5] * 500, "400"), ([600], "vocabulary")],
+)
+async def test_a_prompt_that_cannot_be_is_refused(engine, prompt, named):
+    with pytest.raises(Refused, match=named):
+        await engine.generate("", prompt, 1, Sampling(max_tokens=4))
+
+
+async def test_an_unknown_adapter_is_refused_and_never_answered_by_the_base_model(engine):
+    with pytest.raises(Refused, match="404"):
+        await engine.generate("nobody", PROMPT, 1, Sampling())
+
+
+async def test_an_adapter_changes_what_is_answered_and_leaves_the_base_model_alone(engine, adapter):
+    base = await engine.score("", PROMPT)
+    assert await engine.score(adapter, PROMPT) != pytest.approx(base, abs=0.01)
+    assert await engine.score("", PROMPT) == pytest.approx(base, abs=1e-4)
+    assert len(await engine.generate(adapter, PROMPT, 2, Sampling(max_tokens=3))) == 2
+
+
+async def test_a_name_is_loaded_once(engine, adapter, tiny, tmp_path):
+    with pytest.raises(Refused, match="already been loaded"):
+        await engine.load_adapter(adapter, lora_files.make(tiny, 4).write(tmp_path / "again"))
+
+
+async def test_an_unloaded_name_is_gone(engine, adapter):
+    await engine.unload_adapter(adapter)
+    with pytest.raises(Refused, match="404"):
+        await engine.generate(adapter, PROMPT, 1, Sampling())
+    with pytest.raises(Refused, match="404"):
+        await engine.unload_adapter(adapter)
+
+
+async def test_an_adapter_that_is_not_there_or_does_not_fit_is_refused(engine, tiny, tmp_path):
+    with pytest.raises(Refused):
+        await engine.load_adapter("missing", tmp_path / "missing")
+    with pytest.raises(Refused, match="rank"):
+        await engine.load_adapter("high", lora_files.make(tiny, 4, rank=16).write(tmp_path / "high"))
+    assert await engine.score("", PROMPT)
+
+
+async def test_progress_grows_with_work_and_only_with_work(engine):
+    before = await engine.progress()
+    assert await engine.progress() == before
+    await engine.generate("", PROMPT, 1, Sampling(max_tokens=3, ignore_eos=True))
+    async with asyncio.timeout(10):
+        while await engine.progress() < before + 8:
+            await asyncio.sleep(0.05)
+
+
+async def test_a_cancelled_request_leaves_nothing_running(engine):
+    asking = asyncio.create_task(engine.generate("", PROMPT, 4, Sampling(max_tokens=100, ignore_eos=True)))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert await engine.generate("", PROMPT, 1, Sampling(max_tokens=1))
+
+
+async def test_routes_that_change_the_engine_are_closed(engine):
+    assert not await engine._has("/sleep")
+    assert not await engine._has("/collective_rpc")
+    assert await engine._has("/v1/completions")
+
+
+async def test_a_closed_connection_is_a_lost_engine(tiny, tmp_path):
+    server = ServerConfig(model=str(tiny), engine_command=(sys.executable,))
+    engine = vllm_http.VLLM(server, VLLMConfig(), "cpu", None)
+    with pytest.raises(EngineGone):
+        await engine.score("", PROMPT)
