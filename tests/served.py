@@ -140,16 +140,19 @@ async def served(
     fake: bool = True,
     wait: bool = True,
     environment: dict | None = None,
-    **top,
+    **settings,
 ) -> AsyncIterator[Served]:
-    """A tandem-server in front of the fake engine (or, with fake=False, of the one in program's environment)."""
+    """A tandem-server in front of the fake engine (or, with fake=False, of the one in program's environment).
+
+    server, settings: keys of [server].
+    """
     run_dir = tmp_path / "run"
     run_dir.mkdir(exist_ok=True)
     (run_dir / "connection.json").unlink(missing_ok=True)
-    section = {"model": str(model), "context_length": 512, "max_lora_rank": 8, **(server or {})}
+    section = {"model": str(model), "context_length": 512, "max_lora_rank": 8, **(server or {}), **settings}
     if fake:
         section = {"engine_command": FAKE, "device": "cpu", **section}
-    config = write_config(tmp_path / "server.toml", {**top, "server": section})
+    config = write_config(tmp_path / "server.toml", {"server": section})
     variables = {
         **os.environ,
         "TANDEM_CACHE": os.environ.get("TANDEM_CACHE", str(tmp_path / "cache")),

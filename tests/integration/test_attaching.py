@@ -238,7 +238,7 @@ def test_check_prints_the_engines_command_line_and_starts_nothing(tmp_path, mode
         ({"server": {"model": "x", "adapter_slots": 2}}, "server.adapter_slots"),
         ({"server": {"model": "x", "max_lora_rank": 1000}}, "ranks up to 512"),
         ({"server": {"model": "x"}, "vllm": {"logprobs_mode": "raw_logprobs"}}, "vllm.logprobs_mode"),
-        ({"server": {"model": "x"}, "listen": "udp://1"}, "listen"),
+        ({"server": {"model": "x", "listen": "udp://1"}}, "server.listen"),
         ({"server": {"model": "x", "sleep": True, "device": "cpu"}}, "sleep"),
     ],
 )

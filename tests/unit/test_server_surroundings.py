@@ -163,9 +163,9 @@ def test_loopback_has_several_names():
 
 def test_a_file_is_read_with_overrides(tmp_path):
     path = tmp_path / "server.toml"
-    path.write_text('keep_server_s = 9\n[server]\nmodel = "m"\n')
-    file = load(path, ["server.seed=4", "listen=tcp://127.0.0.1:5"])
-    assert (file.server.seed, file.keep_server_s, file.listen) == (4, 9.0, "tcp://127.0.0.1:5")
+    path.write_text('[server]\nmodel = "m"\nkeep_server_s = 9\n')
+    server = load(path, ["server.seed=4", "server.listen=tcp://127.0.0.1:5"]).server
+    assert (server.seed, server.keep_server_s, server.listen) == (4, 9.0, "tcp://127.0.0.1:5")
 
 
 @pytest.mark.parametrize(

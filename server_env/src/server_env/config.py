@@ -70,6 +70,19 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     engine_env: dict[str, str] = {}
     """Environment variables for the engine, over the cleaned ones."""
 
+    run_id: str = ""
+    """The one run that may take the lease; empty: any."""
+    lease_s: Positive = 15.0
+    """Without a heartbeat for so long the trainer is believed dead."""
+    keep_server_s: float = 0.0
+    """How long the server outlives its trainer's lease. Negative: until it is told to end."""
+    attach_within_s: Positive = 120.0
+    """How long a server that is ready waits for its first trainer (longer when keep_server_s says so)."""
+    listen: str = "ipc"
+    """`ipc`, or `tcp://host:port` (encrypted; port 0: any free one)."""
+    http: str = ""
+    """`host:port` for people: the engine's OpenAI API and /metrics (port 0: any free one). Empty: none."""
+
     @property
     def slots(self) -> int:
         """Versions that can share a batch."""
@@ -87,19 +100,6 @@ class ServerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     server: ServerConfig
     vllm: VLLMConfig = VLLMConfig()
     sglang: dict[str, Any] = {}
-
-    run_id: str = ""
-    """The one run that may take the lease; empty: any."""
-    lease_s: Positive = 15.0
-    """Without a heartbeat for so long the trainer is believed dead."""
-    keep_server_s: float = 0.0
-    """How long the server outlives its trainer's lease. Negative: until it is told to end."""
-    attach_within_s: Positive = 120.0
-    """How long a server that is ready waits for its first trainer (longer when keep_server_s says so)."""
-    listen: str = "ipc"
-    """`ipc`, or `tcp://host:port` (encrypted; port 0: any free one)."""
-    http: str = ""
-    """`host:port` for people: the engine's OpenAI API and /metrics (port 0: any free one). Empty: none."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> ServerFile:
@@ -129,6 +129,6 @@ def checked(file: ServerFile, source: str) -> ServerFile:
             why="An adapter that the engine drops is read from disk again at its next use.",
             remedy="Leave server.adapters_held out.",
         )
-    if not file.listen.startswith("tcp://") and file.listen != "ipc":
-        raise ConfigError(f"{source}: listen: expected 'ipc' or 'tcp://host:port', got {file.listen!r}.")
+    if not server.listen.startswith("tcp://") and server.listen != "ipc":
+        raise ConfigError(f"{source}: server.listen: expected 'ipc' or 'tcp://host:port', got {server.listen!r}.")
     return file

@@ -148,8 +148,8 @@ class Gateway:
         self._service.dropped_frames = lambda: bridge.dropped_frames
         front = HttpFront(self._supervisor, self._service.metrics)
         self._stack.push_async_callback(front.stop)
-        if self._file.http:
-            self._service.http_url = await front.start(self._file.http)
+        if self._file.server.http:
+            self._service.http_url = await front.start(self._file.server.http)
         connection = Connection(
             data=bridge.data,
             control=bridge.control,
@@ -176,15 +176,15 @@ class Gateway:
 
     def _addresses(self) -> tuple[str, str, ServerKeys | None, tuple[str, str]]:
         """Data and control address, the keys of a tcp server, and the key pair of its client."""
-        if self._file.listen == "ipc":
+        if self._file.server.listen == "ipc":
             return ipc_address(self._scratch / "data"), ipc_address(self._scratch / "control"), None, ("", "")
         client = new_keys()
         keys = ServerKeys(new_keys(), frozenset({client.public}))
-        host, _, port = self._file.listen.rpartition(":")
+        host, _, port = self._file.server.listen.rpartition(":")
         if not port.isdecimal():
-            raise ConfigError(f"listen: expected tcp://host:port, got {self._file.listen!r}.")
+            raise ConfigError(f"server.listen: expected tcp://host:port, got {self._file.server.listen!r}.")
         control = f"{host}:{int(port) + 1 if int(port) else 0}"
-        return self._file.listen, control, keys, client
+        return self._file.server.listen, control, keys, client
 
     async def _tell_stats(self, bridge: BridgeServer) -> None:
         while True:

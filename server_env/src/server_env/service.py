@@ -32,7 +32,7 @@ class Service:
         self.why_ended = ""
         self.push: Callable[[p.Event], None] = lambda _event: None
         self.dropped_frames: Callable[[], int] = lambda: 0
-        self.book = LeaseBook(file.lease_s, file.run_id)
+        self.book = LeaseBook(file.server.lease_s, file.server.run_id)
         self._file = file
         self._uuid = server_uuid
         self._log_path = log_path
@@ -210,8 +210,8 @@ class Service:
 
     async def watch_lease(self) -> None:
         """End the server when its trainer has been silent for too long, or when none ever came."""
-        keep = self._file.keep_server_s
-        first = max(keep, self._file.attach_within_s)
+        keep = self._file.server.keep_server_s
+        first = max(keep, self._file.server.attach_within_s)
         ready = time.monotonic()
         while not self.ended.is_set():
             await asyncio.sleep(min(1.0, self.book.lease_s / 4))

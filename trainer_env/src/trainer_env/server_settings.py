@@ -12,6 +12,7 @@ def server_settings(config: TrainConfig, model: str, placement: Placement) -> di
     A key that the user set in `[server]` wins over what is filled in here.
     """
     filled: dict[str, Any] = {
+        "run_id": config.run,
         "model": model,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
@@ -22,7 +23,6 @@ def server_settings(config: TrainConfig, model: str, placement: Placement) -> di
         **placement.server_settings(),
     }
     return {
-        "run_id": config.run,
         "server": filled | config.server,
         "vllm": config.vllm,
         "sglang": config.sglang,
