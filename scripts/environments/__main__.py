@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from environments import catalogue, install, lockfile, preflight
+from environments.console import say
 from environments.errors import SetupError
 from environments.processes import end_children
 from environments.uv import find_or_install
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = [plan for plan in plans if not install.is_ready(plan)]
         for plan in plans:
             if plan not in missing:
-                print(f"{plan.environment.name}: up to date ({plan.section.key})")
+                say(f"{plan.environment.name}: up to date ({plan.section.key})")
         failed = _install(missing, options) if missing else []
     except SetupError as error:
         failed = [error]
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for error in failed:
         print(f"error: {error}", file=sys.stderr)
     if not failed and missing:
-        print(f"all ready in {time.monotonic() - began:.1f} s")
+        say(f"all ready in {time.monotonic() - began:.1f} s")
     return 1 if failed else 0
 
 
@@ -103,13 +104,13 @@ def _install(plans: list[install.Plan], options: argparse.Namespace) -> list[Set
 def _one(plan: install.Plan, uv: Path) -> install.Result:
     gigabytes = plan.section.download_bytes / 1e9
     name, count = plan.environment.name, len(plan.section.packages)
-    print(f"{name}: {plan.section.key}, {count} packages, {gigabytes:.1f} GB of wheels", flush=True)
+    say(f"{name}: {plan.section.key}, {count} packages, {gigabytes:.1f} GB of wheels")
     return install.install(plan, uv)
 
 
 def _report(plan: install.Plan, result: install.Result) -> None:
     times = f"installed in {result.install_s:.1f} s, checked in {result.check_s:.1f} s"
-    print(f"{plan.environment.name}: ready, {times}", *(f"  {note}" for note in result.notes), sep="\n", flush=True)
+    say(f"{plan.environment.name}: ready, {times}", *(f"  {note}" for note in result.notes))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from environments.console import say
 from environments.errors import SetupError
 from environments.processes import check_stopping, stopping
 
@@ -48,7 +49,7 @@ def _acquire(descriptor: int, path: Path, timeout_s: float) -> None:
                     remedy="wait for it or end it, then run this again",
                 ) from None
             if not announced:
-                print(f"{path.stem}: waiting for process {holder}, which is building it", flush=True)
+                say(f"{path.stem}: waiting for process {holder}, which is building it")
                 announced = True
             stopping.wait(_POLL_S)
             check_stopping()

@@ -1,6 +1,8 @@
 """envs.lock: its form, its consistency, and that the CUDA pins are the ones that ran on a GPU."""
 
 import dataclasses
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -210,3 +212,18 @@ def test_no_solution_is_an_error_with_its_log(tmp_path):
     with pytest.raises(SetupError, match=r"cannot resolve dev\.any\.py311") as caught:
         resolver.resolve(catalogue.Source("dev", "any", "3.11", "demo.in"), None)
     assert caught.value.log == tmp_path / "logs/lock-dev.any.py311.log"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", catalogue.DEFAULT)
+def test_every_cuda_pin_has_a_wheel(name):
+    """The installation that a machine without a GPU can make: uv plans it, for the platform of the lock."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/lock_envs.py", "dry-run", f"{name}.cuda"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("have a wheel for") == 2
