@@ -63,7 +63,9 @@ def _configuration(arguments: argparse.Namespace) -> "ServerFile":
     from server_env.config import load
 
     overrides = list(arguments.set)
-    overrides += [f'server.{name}="{value}"' for name in ("listen", "http") if (value := getattr(arguments, name)) is not None]
+    overrides += [
+        f'server.{name}="{value}"' for name in ("listen", "http") if (value := getattr(arguments, name)) is not None
+    ]
     return load(arguments.config, overrides)
 
 
