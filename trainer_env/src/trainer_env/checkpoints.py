@@ -1,10 +1,15 @@
-"""Finding the checkpoint to go on from. Transformers writes them in place, so one may have been cut short."""
+"""What a run leaves behind: checkpoints to go on from, and the final adapter."""
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
+
+from trainer_env.publisher import ADAPTER
 
 NEEDED = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
-"""Written in about this order; trainer_state.json comes last."""
+"""Transformers writes a checkpoint in place, in about this order: one that lacks the last was cut short."""
 
 
 def step_of(folder: Path) -> int:
@@ -24,3 +29,22 @@ def last_checkpoint(folder: Path) -> Path | None:
     found = [(step_of(path), path) for path in folder.glob("checkpoint-*")]
     step, path = max(found, default=(-1, None), key=lambda item: item[0])
     return path if step > 0 else None
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the trained adapter in PEFT's format, aside and then renamed, in place of an older one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        model.save_pretrained(str(aside), selected_adapters=[ADAPTER], save_embedding_layers=False)
+        aside.chmod(0o755)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            folder.rename(old / folder.name)
+            aside.rename(folder)
+            shutil.rmtree(old)
+        else:
+            aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise

@@ -1,27 +1,26 @@
 """Unsloth's policy and TRL's GRPO trainer, fed by the bridge. The only file that imports unsloth and trl."""
 
+import dataclasses
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 from bridge.errors import ConfigError
-from trainer_env.checkpoints import last_checkpoint
+from trainer_env.checkpoints import last_checkpoint, save_adapter
 from trainer_env.config import TrainConfig
 from trainer_env.data import Example
 from trainer_env.models import cache_dir
-from trainer_env.ordering import order
-from trainer_env.publisher import ADAPTER, Publisher
+from trainer_env.ordering import training_rows
+from trainer_env.publisher import Publisher
 from trainer_env.rewards import Reward
 from trainer_env.rollouts import Rollouts
 from trainer_env.tracking import Tracker
+from trainer_env.trl_settings import trl_settings
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Policy:
     """The base model under its trainable adapter, and its tokenizer. model: a PeftModel."""
 
@@ -36,7 +35,7 @@ class Policy:
         return tuple(dict.fromkeys([self.tokenizer.eos_token_id, *declared]))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a run left behind. step: optimizer steps taken, by earlier parts of the run too."""
 
@@ -45,15 +44,34 @@ class Outcome:
     finished: bool
 
 
+def import_unsloth() -> Any:
+    """The unsloth package, with its files in Tandem's cache and nothing sent home. A user's own environment stays.
+
+    To be called before transformers, peft and trl are imported, all of which it patches.
+    """
+    compiled = cache_dir() / "unsloth"
+    compiled.mkdir(parents=True, exist_ok=True)
+    for name, value in {
+        "UNSLOTH_COMPILE_LOCATION": str(compiled / "unsloth_compiled_cache"),
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }.items():
+        os.environ.setdefault(name, value)
+    import unsloth
+
+    return unsloth
+
+
 def load_policy(config: TrainConfig, model_path: str) -> Policy:
     """The base model with a fresh adapter, on the GPU if this process sees one, else on the CPU.
 
     model_path: what `models.resolve` returned. The same seed gives the same adapter.
     """
-    _prepare_environment()
     import torch
-    from unsloth import FastLanguageModel
 
+    FastLanguageModel = import_unsloth().FastLanguageModel  # noqa: N806 (a class)
     on_gpu = torch.cuda.is_available()
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_path,
@@ -139,8 +157,7 @@ def build_trainer(
     stop: Event | None = None,
 ) -> Any:
     """TRL's GRPOTrainer (on a GPU: Unsloth's patched one), fed by `rollouts`, publishing through `publisher`."""
-    _prepare_environment()
-    import unsloth  # noqa: F401 (before trl: it patches what is imported next)
+    import_unsloth()
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from trl import GRPOTrainer
 
@@ -164,7 +181,7 @@ def build_trainer(
         model=policy.model,
         args=_arguments(config, scoring.weights),
         reward_funcs=scoring.functions(),
-        train_dataset=_dataset(config, examples),
+        train_dataset=training_rows(config, examples),
         processing_class=policy.tokenizer,
         rollout_func=rollouts,
         callbacks=[report],
@@ -181,70 +198,17 @@ def build_trainer(
 
 
 def _arguments(config: TrainConfig, reward_weights: list[float]) -> Any:
-    """TRL's GRPOConfig. What Unsloth gives another default is set here, so that both trainers do the same."""
+    """TRL's GRPOConfig. Raises ConfigError when Unsloth's takes a setting for another."""
     import torch
     from trl import GRPOConfig
 
-    grpo = config.grpo
-    settings: dict[str, Any] = {
-        "output_dir": str(config.run_dir / "checkpoints"),
-        "run_name": config.run,
-        "seed": config.seed,
-        "data_seed": config.seed,
-        "reward_weights": reward_weights,
-        "num_generations": grpo.num_generations,
-        "per_device_train_batch_size": grpo.per_device_train_batch_size,
-        "gradient_accumulation_steps": grpo.gradient_accumulation_steps,
-        "steps_per_generation": grpo.generation_steps,
-        "num_iterations": grpo.num_iterations,
-        "max_steps": grpo.max_steps,
-        "learning_rate": grpo.learning_rate,
-        "lr_scheduler_type": grpo.lr_scheduler_type,
-        "warmup_steps": grpo.warmup_steps,
-        "optim": grpo.optim,
-        "adam_beta1": grpo.adam_beta1,
-        "adam_beta2": grpo.adam_beta2,
-        "adam_epsilon": grpo.adam_epsilon,
-        "weight_decay": grpo.weight_decay,
-        "max_grad_norm": grpo.max_grad_norm,
-        "loss_type": grpo.loss_type,
-        "beta": grpo.beta,
-        "epsilon": grpo.epsilon,
-        "epsilon_high": grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high,
-        "importance_sampling_level": grpo.importance_sampling_level,
-        "scale_rewards": grpo.scale_rewards,
-        "mask_truncated_completions": grpo.mask_truncated_completions,
-        "vllm_importance_sampling_correction": grpo.vllm_importance_sampling_correction,
-        "vllm_importance_sampling_mode": grpo.vllm_importance_sampling_mode,
-        "vllm_importance_sampling_clip_max": grpo.vllm_importance_sampling_clip_max,
-        "vllm_importance_sampling_clip_min": grpo.vllm_importance_sampling_clip_min,
-        "temperature": grpo.temperature,
-        "top_p": grpo.top_p,
-        "top_k": grpo.top_k,
-        "min_p": grpo.min_p,
-        "max_completion_length": grpo.max_completion_length,
-        # The order is made in advance: see ordering.py.
-        "shuffle_dataset": False,
-        "remove_unused_columns": False,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": torch.cuda.is_available(),
-        "save_strategy": "steps" if grpo.save_steps else "no",
-        "save_steps": grpo.save_steps or 1,
-        "save_total_limit": grpo.save_total_limit,
-        "eval_strategy": "no",
-        "logging_strategy": "steps",
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "report_to": list(config.tracking.report_to) or "none",
-        "disable_tqdm": True,
-        "bf16": config.model.dtype == "bfloat16",
-        "fp16": config.model.dtype == "float16",
-        "use_cpu": not torch.cuda.is_available(),
-        "gradient_checkpointing": bool(config.model.use_gradient_checkpointing) and torch.cuda.is_available(),
-        "torch_empty_cache_steps": None,
-        "use_vllm": False,
-    }
-    arguments = GRPOConfig(**settings, **grpo.extra)
+    settings = trl_settings(
+        config,
+        reward_weights=reward_weights,
+        on_gpu=torch.cuda.is_available(),
+        known=[field.name for field in dataclasses.fields(GRPOConfig) if field.init],
+    )
+    arguments = GRPOConfig(**settings)
     for name in ("per_device_train_batch_size", "steps_per_generation", "num_generations", "loss_type", "beta"):
         if getattr(arguments, name) != settings[name]:
             raise ConfigError(
@@ -252,57 +216,6 @@ def _arguments(config: TrainConfig, reward_weights: list[float]) -> Any:
                 remedy="Set it to a value that Unsloth takes.",
             )
     return arguments
-
-
-def _dataset(config: TrainConfig, examples: Sequence[Example]) -> Any:
-    """The whole run's examples in order, as one pass. Rows are looked up late, so that no type changes on the way."""
-    from datasets import Dataset
-
-    grpo = config.grpo
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    groups = grpo.per_device_train_batch_size * ranks * grpo.generation_steps // grpo.num_generations
-    windows = -(-grpo.max_steps * grpo.gradient_accumulation_steps // (grpo.generation_steps * grpo.num_iterations))
-    indices = order(len(examples), groups * windows, seed=config.seed, shuffle=grpo.shuffle_dataset)
-    names = sorted({name for example in examples for name in example.row()})
-
-    def rows(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
-        found = [examples[index].row() for index in batch["example"]]
-        return {name: [row.get(name) for row in found] for name in names}
-
-    return Dataset.from_dict({"example": indices}).with_transform(rows)
-
-
-def save_adapter(model: Any, folder: Path) -> None:
-    """Write the trained adapter in PEFT's format, aside and then renamed, in place of an older one."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        model.save_pretrained(str(aside), selected_adapters=[ADAPTER], save_embedding_layers=False)
-        aside.chmod(0o755)
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-            folder.rename(old / folder.name)
-            aside.rename(folder)
-            shutil.rmtree(old)
-        else:
-            aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def _prepare_environment() -> None:
-    """What unsloth and trl read from the environment as they are imported. A user's own setting stays."""
-    compiled = cache_dir() / "unsloth"
-    compiled.mkdir(parents=True, exist_ok=True)
-    for name, value in {
-        "UNSLOTH_COMPILE_LOCATION": str(compiled / "unsloth_compiled_cache"),
-        "UNSLOTH_DISABLE_STATISTICS": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }.items():
-        os.environ.setdefault(name, value)
 
 
 def _pad_with_a_token_of_its_own(tokenizer: Any) -> None:

@@ -6,7 +6,13 @@ and a longer run has the same beginning.
 """
 
 import math
+import os
 import random
+from collections.abc import Sequence
+from typing import Any
+
+from trainer_env.config import TrainConfig
+from trainer_env.data import Example
 
 
 def order(examples: int, prompts: int, *, seed: int, shuffle: bool) -> list[int]:
@@ -20,3 +26,25 @@ def order(examples: int, prompts: int, *, seed: int, shuffle: bool) -> list[int]
             random.Random(f"{seed}/{epoch}").shuffle(one_pass)  # noqa: S311 (an order, not a secret)
         indices.extend(one_pass)
     return indices[:prompts]
+
+
+def training_rows(config: TrainConfig, examples: Sequence[Example]) -> Any:
+    """The whole run's examples in order, as one pass over a datasets.Dataset.
+
+    Rows are looked up when they are read, so that no type changes on the way: Arrow would give all messages of a
+    conversation the same keys.
+    """
+    from datasets import Dataset
+
+    grpo = config.grpo
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    groups = grpo.per_device_train_batch_size * ranks * grpo.generation_steps // grpo.num_generations
+    windows = -(-grpo.max_steps * grpo.gradient_accumulation_steps // (grpo.generation_steps * grpo.num_iterations))
+    indices = order(len(examples), groups * windows, seed=config.seed, shuffle=grpo.shuffle_dataset)
+    names = sorted({name for example in examples for name in example.row()})
+
+    def rows(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        found = [examples[index].row() for index in batch["example"]]
+        return {name: [row.get(name) for row in found] for name in names}
+
+    return Dataset.from_dict({"example": indices}).with_transform(rows)

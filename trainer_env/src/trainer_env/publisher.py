@@ -198,10 +198,10 @@ def _adapter_config(config: "LoraConfig") -> dict[str, object]:
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The trained adapter's tensors under PEFT's names, on the model's device."""
+    """The trained adapter's tensors by PEFT's names, in their order: the same weights are the same bytes."""
     from peft.utils.save_and_load import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    return dict(sorted(get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False).items()))
 
 
 def _base_model(model: Any) -> AdapterLoaded:

@@ -1,0 +1,56 @@
+"""What the shim rests on: each test fails when TRL changes it, and the last when the shim is no longer needed."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trainer.hf_server import HFServer
+from trl import GRPOTrainer
+
+from bridge.errors import SyncMismatch
+from trainer_env import trl_shim
+from trainer_env.agreement import Agreement
+from trainer_env.step_report import StepReport
+
+
+def shifted(ids, logprobs, reason):
+    return ids, [value + 0.5 for value in logprobs], reason
+
+
+def test_a_trainer_that_ignores_rollout_func_is_found_out_at_once():
+    class Ignores:
+        def _generate_and_score_completions(self, inputs):
+            return {"completion_ids": torch.zeros(1, 1)}
+
+    trainer = trl_shim.using_sampling_logprobs(Ignores)()
+    trainer.use_rollouts(SimpleNamespace(calls=0, batches=[]), Agreement(), lambda: None)
+    with pytest.raises(SyncMismatch, match="without calling rollout_func"):
+        trainer._generate_and_score_completions([])
+
+
+def test_a_step_without_a_rollout_is_an_error():
+    report = StepReport(
+        model=None,
+        rollouts=SimpleNamespace(calls=0),
+        publisher=None,
+        agreement=Agreement(),
+        scoring=None,
+        tracker=None,
+    )
+    with pytest.raises(SyncMismatch, match="without calling rollout_func"):
+        report.on_step_end(None, SimpleNamespace(global_step=1), SimpleNamespace())
+
+
+def test_trl_ignores_sampling_logprobs_without_the_shim(train, tiny, monkeypatch):
+    """When this fails, TRL uses the logprobs of a rollout_func by itself: remove trainer_env/trl_shim.py's switches."""
+
+    class Plain(GRPOTrainer):
+        def use_rollouts(self, rollouts, agreement, publish):
+            pass
+
+    monkeypatch.setattr(trl_shim, "using_sampling_logprobs", lambda trainer_class: Plain)
+    plain = train("grpo.max_steps=1", run="plain")
+    moved = train("grpo.max_steps=1", server=HFServer(tiny, edit=shifted), run="moved")
+    assert moved.steps[0].grad_norm == pytest.approx(plain.steps[0].grad_norm, rel=1e-5)
+    assert moved.steps[0].grad_norm != pytest.approx(plain.steps[0].grad_norm * math.exp(-0.5), rel=1e-2)
