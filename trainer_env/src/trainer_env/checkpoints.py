@@ -6,8 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer_env.publisher import ADAPTER
-
 NEEDED = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
 """Transformers writes a checkpoint in place, in about this order: one that lacks the last was cut short."""
 
@@ -33,6 +31,8 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def save_adapter(model: Any, folder: Path) -> None:
     """Write the trained adapter in PEFT's format, aside and then renamed, in place of an older one."""
+    from trainer_env.publisher import ADAPTER  # Torch takes seconds; finding a checkpoint does not need it.
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -7,15 +7,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from bridge.errors import BridgeError, ConfigError
 from trainer_env import arguments, config
-
-if TYPE_CHECKING:
-    from trainer_env.session import Session
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -44,18 +40,26 @@ def _run(options: Namespace) -> int:
     from trainer_env.session import Session
 
     placement = plan(settings.placement, detect(), overlap=settings.lookahead("cpu") > 0)
-    session = Session(settings, placement, resume=bool(options.resume))
+    session = Session(settings, placement, source=str(options.config), resume=bool(options.resume))
     for line in [*session.describe(), *placement.lines()]:
         print(line, flush=True)
     if options.check:
         print(f"engine     {session.check()}")
         return 0
     with session:
+        signal.signal(signal.SIGINT, lambda *_: session.interrupt())
+        signal.signal(signal.SIGTERM, lambda *_: session.interrupt())
         session.start()
         _log_to(session.config.run_dir / "trainer.log")
-        _finish_the_step_on_interrupt(session)
         summary = session.run()
-    return 0 if summary.steps >= settings.grpo.max_steps else EXIT_INTERRUPTED
+    if summary.steps >= settings.grpo.max_steps:
+        return 0
+    print(
+        f"tandem-train: interrupted after step {summary.steps} of {settings.grpo.max_steps}; nothing is left running.\n"
+        f"  do: --resume {settings.run} goes on from there.",
+        file=sys.stderr,
+    )
+    return EXIT_INTERRUPTED
 
 
 def _settings(options: Namespace) -> config.TrainConfig:
@@ -72,19 +76,6 @@ def _log_to(path: Path) -> None:
         filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     logging.captureWarnings(capture=True)
-
-
-def _finish_the_step_on_interrupt(session: "Session") -> None:
-    """The first Ctrl-C or SIGTERM while training lets the step end and writes a checkpoint; the next one ends it."""
-
-    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
-        if not session.training or session.stop.is_set():
-            _interrupt(signum, frame)
-        session.stop.set()
-        session.tracker.status("stopping after this step; once more to stop now")
-
-    signal.signal(signal.SIGINT, ask_to_stop)
-    signal.signal(signal.SIGTERM, ask_to_stop)
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:

@@ -1,23 +1,33 @@
 """tandem-server as the trainer sees it: checked, started from its own environment, watched until ready, stopped."""
 
+import contextlib
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
+from bridge import guard
+from bridge.blocking import BlockingClient
 from bridge.endpoint import Connection, read_connection
 from bridge.errors import BridgeError, ConfigError, EngineFailed, Failure, PeerDied, Timeout, from_failure
-from bridge.process import Rung, log_tail, stop_child
+from bridge.process import Rung, log_tail, stop_child, wait_until_gone
+from bridge.protocol import Shutdown
 
 POLL_S = 0.1
 CHECK_TIMEOUT_S = 60.0
+LAST_ONE_TIMEOUT_S = 300.0
+"""For the server of a trainer that was killed: its engine may still be starting, and is then not to be asked."""
 STOP_TERM_S = 30.0
 STOP_KILL_S = 10.0
+FAMILY_S = 30.0
+"""For an engine whose server is dead. Its guard takes it down: SIGTERM, and SIGKILL a few seconds later."""
 FAILURE_FILE = "server_failure.json"
 
 
@@ -50,6 +60,7 @@ class ServerProcess:
         self._backend = backend
         self._environment = {**os.environ, **environment}
         self._child: subprocess.Popen[bytes] | None = None
+        self._family: list[int] = []
 
     def versions(self) -> str:
         """The engine and torch of the server's environment, for people."""
@@ -59,19 +70,62 @@ class ServerProcess:
 
     def check(self) -> str:
         """Have the server half read server.toml, start nothing; the engine's command line. Raises ConfigError."""
-        done = subprocess.run(
-            [*self._command(), "--check"],
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=CHECK_TIMEOUT_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [*self._command(), "--check"],
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                timeout=CHECK_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise Timeout(
+                f"tandem-server did not check the configuration within {CHECK_TIMEOUT_S:g} s.",
+                why="The machine is overloaded, or its environment is broken.",
+                remedy="Look at the machine's load; scripts/doctor.py checks the environments.",
+            ) from None
         if done.returncode:
             raise self._failure() or ConfigError(
-                "The server half refuses this configuration.", why=done.stderr.strip(), log_path=str(self.log_path)
+                "The server half refuses this configuration.",
+                why=f"tandem-server --check ended with code {done.returncode}.",
+                log_tail=done.stderr.strip(),
+                remedy="scripts/doctor.py checks the environments.",
             )
         return done.stdout.strip()
+
+    def end_last(self, run_id: str) -> None:
+        """End the server that a killed trainer of this run has left, if there is one. Raises Timeout.
+
+        By itself it would end when its trainer's lease has run out.
+        """
+        deadline = time.monotonic() + LAST_ONE_TIMEOUT_S
+        while self.left_behind:
+            with (
+                contextlib.suppress(BridgeError),  # It has not said yet where it listens, or it is just ending.
+                BlockingClient.connect(read_connection(self._connection_path), run_id=run_id) as client,
+            ):
+                client.ask(Shutdown(reason="its trainer was killed, and the run goes on"))
+            if time.monotonic() > deadline:
+                raise Timeout(
+                    f"The server that the last trainer of {self.run_dir} left has not ended.",
+                    log_path=str(self.log_path),
+                    log_tail=log_tail(self.log_path),
+                    remedy="End that tandem-server; its log names what it waits for.",
+                )
+            time.sleep(POLL_S)
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether a tandem-server that is not ours holds the run directory."""
+        try:
+            with (self.run_dir / "server.lock").open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
 
     def start(self) -> None:
         """Start it; returns at once. It leads a session of its own: a Ctrl-C at the terminal is ours to pass on."""
@@ -95,8 +149,7 @@ class ServerProcess:
     def wait_ready(self, timeout_s: float) -> Connection:
         """Wait until the engine has answered a generation. Raises EngineFailed or ConfigError as soon as it cannot."""
         deadline = time.monotonic() + timeout_s
-        path = self.run_dir / "connection.json"
-        while not path.exists():
+        while not self._connection_path.exists():
             if not self.alive:
                 raise self.died()
             if time.monotonic() > deadline:
@@ -107,13 +160,20 @@ class ServerProcess:
                     remedy="Raise server.startup_timeout_s if the engine was still loading.",
                 )
             time.sleep(POLL_S)
-        return read_connection(path)
+        self.note_family()
+        return read_connection(self._connection_path)
+
+    def note_family(self) -> None:
+        """Remember who belongs to it now: once it is dead, nobody can tell any more."""
+        if self._child and (family := guard.descendants(self._child.pid)):
+            self._family = family
 
     def died(self) -> BridgeError:
         """Why the server ended, in its own words where it left any."""
         code = self._child.poll() if self._child else None
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
         return self._failure() or (EngineFailed if code else PeerDied)(
-            f"tandem-server ended with code {code} before it was asked to.",
+            f"tandem-server {how} before it was asked to end.",
             log_path=str(self.log_path),
             log_tail=log_tail(self.log_path),
             remedy="The lines above are its last; `scripts/doctor.py` checks the machine.",
@@ -128,13 +188,35 @@ class ServerProcess:
             return False
         return True
 
-    def stop(self, term_s: float = STOP_TERM_S) -> Rung:
-        """End it and its engine: SIGTERM, then SIGKILL. Its own guard ends the engine in either case."""
+    def stop(self, *, now: bool = False) -> Rung:
+        """End it and its engine; nobody of them lives afterwards. now: kill rather than ask.
+
+        Raises EngineFailed when somebody will not die, because the kernel holds it.
+        """
         if self._child is None:
             return "gone"
-        rung = stop_child(self._child, term_s, STOP_KILL_S)
-        (self.run_dir / "connection.json").unlink(missing_ok=True)
+        self.note_family()
+        with _handles(self._engine_family() if now else []) as handles:
+            rung = stop_child(self._child, 0 if now else STOP_TERM_S, STOP_KILL_S)
+            for handle in handles:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+        if left := wait_until_gone(self._family, FAMILY_S):
+            raise EngineFailed(
+                f"Processes {' '.join(map(str, left))} of the engine survive.", remedy="Look at `dmesg`; end them."
+            )
+        self._connection_path.unlink(missing_ok=True)
         return rung
+
+    def _engine_family(self) -> list[int]:
+        """The engine's processes, but not their guard: it ends last, by itself, when it has seen that all are gone."""
+        assert self._child
+        processes = guard.processes()
+        return [pid for pid in self._family if pid in processes and processes[pid].parent != self._child.pid]
+
+    @property
+    def _connection_path(self) -> Path:
+        return self.run_dir / "connection.json"
 
     def _command(self) -> list[str]:
         return [str(self._program), "--config", str(self.run_dir / "server.toml"), "--run-dir", str(self.run_dir)]
@@ -144,3 +226,17 @@ class ServerProcess:
             return from_failure(msgspec.json.decode((self.run_dir / FAILURE_FILE).read_bytes(), type=Failure))
         except FileNotFoundError:
             return None
+
+
+@contextlib.contextmanager
+def _handles(pids: list[int]) -> Iterator[list[int]]:
+    """Handles of those processes that live: unlike a pid, a handle never comes to mean somebody else."""
+    handles: list[int] = []
+    try:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                handles.append(os.pidfd_open(pid))
+        yield handles
+    finally:
+        for handle in handles:
+            os.close(handle)

@@ -1,5 +1,6 @@
 """A run from start to end: the server it samples from, the policy it trains, and the order in which things happen."""
 
+import logging
 import os
 import tempfile
 import time
@@ -9,9 +10,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Self
 
+from bridge import protocol as p
 from bridge.blocking import BlockingClient
-from bridge.errors import BridgeError, ConfigError, EngineFailed, PeerDied
-from bridge.protocol import ServerStatus, Shutdown, Status
+from bridge.errors import BridgeError, ConfigError, PeerDied
 from trainer_env import data, models, rewards
 from trainer_env.config import TrainConfig, to_toml
 from trainer_env.evaluation import evaluate
@@ -19,10 +20,13 @@ from trainer_env.jsonl import write_atomically
 from trainer_env.placement import Placement
 from trainer_env.records import Phase, Summary
 from trainer_env.rollouts import Rollouts
+from trainer_env.run_folder import RunLock, needing_room, step_to_resume
 from trainer_env.server_process import ServerProcess, versions
 from trainer_env.server_settings import server_settings
 from trainer_env.toml_writer import write_toml
 from trainer_env.tracking import Tracker
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 1200.0
@@ -33,15 +37,17 @@ class Session:
     """One run: `with Session(config, placement) as session: session.start(); session.run()`.
 
     Data and rewards are read here, so that what is wrong with them is said before anything starts. Raises ConfigError.
-    resume: go on from the run's last checkpoint.
+    source: what errors call the config. resume: go on from the run's last checkpoint.
     """
 
-    def __init__(self, config: TrainConfig, placement: Placement, *, resume: bool = False) -> None:
+    def __init__(
+        self, config: TrainConfig, placement: Placement, *, source: str = "the config", resume: bool = False
+    ) -> None:
         self.config = config
         self.placement = placement
         self.stop = Event()
         """Set it, and the optimizer step that is being taken is the last; a checkpoint is written."""
-        self.training = False
+        self._source = source
         self._resume = resume
         self._rewards = rewards.load(config.rewards)
         self._data = data.load(config.data, config.seed)
@@ -51,6 +57,11 @@ class Session:
         self._policy: Any = None
         self._rollouts: Rollouts | None = None
         self._tracker: Tracker | None = None
+        self._lock: RunLock | None = None
+        self._training = False
+        self._interrupts = 0
+        self._ending = False
+        self._killing = False
 
     def describe(self) -> list[str]:
         """The run in a few lines, for people: what trains on what, and in which versions."""
@@ -69,22 +80,32 @@ class Session:
         """Have the server half check its part; the engine's command line. Starts nothing. Raises ConfigError."""
         with tempfile.TemporaryDirectory() as folder:
             server = ServerProcess(self.config.backend, Path(folder), self.placement.server_environment())
-            self._write_server_settings(Path(folder), self.config.model.name)
-            return server.check()
+            path = self._write_server_settings(Path(folder), self.config.model.name)
+            try:
+                return server.check()
+            except ConfigError as error:
+                error.what = error.what.replace(str(path), self._source)  # The file that the reader knows.
+                raise
 
     def start(self) -> None:
-        """Have the server half check its part, then start it: its engine loads while the trainer does.
+        """Check what can be checked, then start the server: its engine loads while the trainer does.
 
-        Raises ConfigError, and starts nothing, when the server half refuses its settings or a run is here already.
+        Raises ConfigError, and leaves everything as it was, when the server half refuses its settings, there is no such
+        model, a run is here already, or there is none to resume.
         """
         run_dir = self.config.run_dir
+        step_to_resume(self.config, resume=self._resume)
         self.check()
         os.environ.update(self.placement.trainer_environment())
-        self.tracker.status("preparing the model")
         self._model = models.resolve(self.config.model.name)
-        self._write_server_settings(run_dir, self._model)
-        _write(run_dir / "config.toml", to_toml(self.config))
-        write_atomically(run_dir / "placement.json", self.placement.to_json())
+        with needing_room(self.config):
+            self._lock = RunLock(self.config)
+            if self._server.left_behind:
+                self.tracker.status("ending the server that the last trainer of this run has left")
+                self._server.end_last(self.config.run)
+            self._write_server_settings(run_dir, self._model)
+            _write(run_dir / "config.toml", to_toml(self.config))
+            write_atomically(run_dir / "placement.json", self.placement.to_json())
         self.tracker.status(f"starting the {self.config.backend} server; log: {run_dir / 'server.log'}")
         self._server.start()
 
@@ -97,12 +118,27 @@ class Session:
         outcome = self.train()
         if self.config.evaluation.after and outcome.finished:
             self.evaluate("eval_after", step=outcome.step)
-        return self.tracker.finish(
-            backend=self.config.backend,
-            placement=self.placement.mode,
-            adapter=outcome.adapter,
-            restarts=self.status().restarts,
-        )
+        restarts = self.status().restarts
+        with needing_room(self.config):
+            return self.tracker.finish(
+                backend=self.config.backend,
+                placement=self.placement.mode,
+                adapter=outcome.adapter,
+                restarts=restarts,
+            )
+
+    def interrupt(self) -> None:
+        """What Ctrl-C means: while training, that this step is the last; at any other time and twice, the end now.
+
+        Raises KeyboardInterrupt, unless the step is to be taken or everything is being killed already.
+        """
+        self._interrupts += 1
+        if self._training and self._interrupts == 1:
+            self.stop.set()
+            self.tracker.status("stopping after this step; once more to stop now")
+        elif not self._killing:
+            self._ending = True
+            raise KeyboardInterrupt
 
     @property
     def tracker(self) -> Tracker:
@@ -113,22 +149,24 @@ class Session:
                 self.config.grpo.max_steps,
                 display=self.config.tracking.display,
                 samples_per_step=self.config.tracking.samples_per_step,
-                resume_step=self._checkpoint_step(),
+                resume_step=step_to_resume(self.config, resume=self._resume),
             )
         return self._tracker
 
     def load_policy(self) -> None:
         """Load the base model under a fresh adapter."""
-        with self._timed("the trainer's model is loaded"), self._quietly():
+        with self._phase(), self._timed("the trainer's model is loaded"), self._quietly():
             from trainer_env import grpo
 
             self._policy = grpo.load_policy(self.config, self._model)
 
     def connect(self) -> None:
-        """Wait until the engine has answered, and take the server's lease."""
-        with self._timed("the server answers"):
+        """Wait until the engine has answered, take the server's lease, see that every prompt fits."""
+        with self._phase(), self._timed("the server answers"):
             connection = self._server.wait_ready(READY_TIMEOUT_S)
-            self._client = BlockingClient.connect(connection, run_id=self.config.run, timeout_s=CONNECT_TIMEOUT_S)
+            self._client = BlockingClient.connect(
+                connection, run_id=self.config.run, timeout_s=CONNECT_TIMEOUT_S, on_event=self._on_event
+            )
         self._rollouts = Rollouts(
             self._client,
             self._policy.tokenizer,
@@ -136,18 +174,21 @@ class Session:
             max_staleness=self.config.max_staleness(self.placement.mode),
             eos_token_ids=self._policy.eos_token_ids,
         )
+        for example in (*self._data.train, *self._data.evaluation):
+            self._rollouts.encode(example.prompt)
 
     def evaluate(self, phase: Phase, step: int) -> None:
         """Answer the held-out examples under adapter version `step`, and record it."""
         assert self._rollouts, "connect first"
         if not self._data.evaluation:
             return
-        self.tracker.status(f"evaluating on {len(self._data.evaluation)} held-out examples")
-        started = time.monotonic()
-        samples = evaluate(
-            self._rollouts, self._data.evaluation, self._rewards, self.config.evaluation, phase=phase, step=step
-        )
-        self.tracker.evaluation(phase, step, samples, time.monotonic() - started)
+        with self._phase(), needing_room(self.config):
+            self.tracker.status(f"evaluating on {len(self._data.evaluation)} held-out examples")
+            started = time.monotonic()
+            samples = evaluate(
+                self._rollouts, self._data.evaluation, self._rewards, self.config.evaluation, phase=phase, step=step
+            )
+            self.tracker.evaluation(phase, step, samples, time.monotonic() - started)
 
     def train(self) -> Any:
         """Train to grpo.max_steps; a `grpo.Outcome`. Raises what the server, a reward or the trainer raises."""
@@ -158,90 +199,112 @@ class Session:
         assert self._rollouts
         rollout = self.config.rollout
         publisher = Publisher(self._client, timeout_s=rollout.publish_timeout_s, dtype=rollout.publish_dtype)
-        self.training = True
-        try:
-            with self._quietly():
-                return grpo.run(
-                    self._policy,
-                    self.config,
-                    examples=self._data.train,
-                    rewards=self._rewards,
-                    rollouts=self._rollouts,
-                    publisher=publisher,
-                    tracker=self.tracker,
-                    resume=self._resume,
-                    after_step=self._after_step,
-                    stop=self.stop,
-                )
-        except PeerDied:
-            raise (self._server.died() if not self._server.alive else _lost(self.config.run_dir)) from None
-        finally:
-            self.training = False
+        with self._phase(), needing_room(self.config), self._quietly(), self._stoppable():
+            return grpo.run(
+                self._policy,
+                self.config,
+                examples=self._data.train,
+                rewards=self._rewards,
+                rollouts=self._rollouts,
+                publisher=publisher,
+                tracker=self.tracker,
+                resume=self._resume,
+                after_step=self._after_step,
+                stop=self.stop,
+            )
 
-    def status(self) -> ServerStatus:
+    def status(self) -> p.ServerStatus:
         """What the server says of itself."""
         assert self._client, "connect first"
-        return self._client.ask(Status())
+        with self._phase():
+            return self._client.ask(p.Status())
 
     def close(self, *, now: bool = False) -> None:
-        """End the server and its engine, whatever state they are in. now: kill rather than ask."""
+        """End the server and its engine, whatever state they are in. now: kill rather than ask.
+
+        Interrupted, it may be called again.
+        """
+        self._killing = now
         try:
             if self._client and not now:
                 self._ask_to_end(self._client)
         finally:
-            if self._client:
-                self._client.close()
-                self._client = None
-            self._server.stop(term_s=0 if now else 30)
-            if self._tracker:
-                self._tracker.close()
+            client, self._client = self._client, None
+            if client:
+                client.close()
+            self._server.stop(now=now)
+            tracker, self._tracker = self._tracker, None
+            if tracker:
+                tracker.close()
+            lock, self._lock = self._lock, None
+            if lock:
+                lock.release()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         try:
-            self.close()
-        except KeyboardInterrupt:  # A second Ctrl-C: no more asking.
+            self.close(now=self._interrupts > 1)
+        except KeyboardInterrupt:  # No more asking.
             self.close(now=True)
             raise
 
     def _ask_to_end(self, client: BlockingClient) -> None:
         try:
-            client.ask(Shutdown(reason="the run has ended", deadline_s=5))
+            client.ask(p.Shutdown(reason="the run has ended", deadline_s=5))
         except BridgeError:
             return  # It may be gone, or hang: the ladder that follows does not need its answer.
         self._server.wait_ended(30)
+
+    def _on_event(self, event: p.Event) -> None:
+        """Called on the client's thread."""
+        self._server.note_family()
+        match event:
+            case p.EngineDied():
+                log.warning("the engine died, and is started again: %s\n%s", event.why, event.log_tail)
+            case p.EngineRestarted():
+                log.warning("the engine is back after %.0f s, with version %d", event.seconds, event.version)
 
     def _after_step(self, step: int) -> None:
         every = self.config.evaluation.every
         if every and step % every == 0 and step < self.config.grpo.max_steps:
             self.evaluate("eval", step)
 
-    def _checkpoint_step(self) -> int | None:
-        from trainer_env.checkpoints import last_checkpoint, step_of
+    def _write_server_settings(self, folder: Path, model: str) -> Path:
+        path = folder / "server.toml"
+        _write(path, write_toml(server_settings(self.config, model, self.placement)))
+        return path
 
-        if not self._resume:
-            return None
-        folder = self.config.run_dir / "checkpoints"
-        checkpoint = last_checkpoint(folder)
-        if checkpoint is None:
-            raise ConfigError(
-                f"There is no whole checkpoint in {folder} to go on from.",
-                remedy="Start a new run, with grpo.save_steps set.",
-            )
-        return step_of(checkpoint)
+    @contextmanager
+    def _phase(self) -> Iterator[None]:
+        """A part of the run that needs the server: if that is gone, say why.
 
-    def _write_server_settings(self, folder: Path, model: str) -> None:
-        _write(folder / "server.toml", write_toml(server_settings(self.config, model, self.placement)))
+        Libraries catch more than they should, a KeyboardInterrupt among it: it is raised again when they are left.
+        """
+        try:
+            yield
+        except PeerDied as error:
+            raise (error if self._server.alive else self._server.died()) from None
+        if self._ending:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """A Ctrl-C in here lets the step end."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
         """What libraries print goes to trainer.log; the display keeps the terminal."""
         with (
-            (self.config.run_dir / "trainer.log").open("a", encoding="utf-8") as log,
-            redirect_stdout(log),
-            redirect_stderr(log),
+            (self.config.run_dir / "trainer.log").open("a", encoding="utf-8") as file,
+            redirect_stdout(file),
+            redirect_stderr(file),
         ):
             yield
 
@@ -254,11 +317,3 @@ class Session:
 
 def _write(path: Path, text: str) -> None:
     write_atomically(path, text.encode())
-
-
-def _lost(run_dir: Path) -> EngineFailed:
-    return EngineFailed(
-        "The connection to tandem-server is lost.",
-        why="Its process lives, but its sockets do not answer.",
-        log_path=str(run_dir / "server.log"),
-    )
