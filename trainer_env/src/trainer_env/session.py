@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any, Self
@@ -18,6 +18,7 @@ from trainer_env.config import TrainConfig, to_toml
 from trainer_env.evaluation import evaluate
 from trainer_env.jsonl import write_atomically
 from trainer_env.placement import Placement
+from trainer_env.quiet import prints_to
 from trainer_env.records import Phase, Summary
 from trainer_env.rollouts import Rollouts
 from trainer_env.run_folder import RunLock, needing_room, step_to_resume
@@ -185,9 +186,10 @@ class Session:
         with self._phase(), needing_room(self.config):
             self.tracker.status(f"evaluating on {len(self._data.evaluation)} held-out examples")
             started = time.monotonic()
-            samples = evaluate(
-                self._rollouts, self._data.evaluation, self._rewards, self.config.evaluation, phase=phase, step=step
-            )
+            with self._quietly():
+                samples = evaluate(
+                    self._rollouts, self._data.evaluation, self._rewards, self.config.evaluation, phase=phase, step=step
+                )
             self.tracker.evaluation(phase, step, samples, time.monotonic() - started)
 
     def train(self) -> Any:
@@ -298,15 +300,9 @@ class Session:
         finally:
             self._training = False
 
-    @contextmanager
-    def _quietly(self) -> Iterator[None]:
+    def _quietly(self) -> AbstractContextManager[None]:
         """What libraries print goes to trainer.log; the display keeps the terminal."""
-        with (
-            (self.config.run_dir / "trainer.log").open("a", encoding="utf-8") as file,
-            redirect_stdout(file),
-            redirect_stderr(file),
-        ):
-            yield
+        return prints_to(self.config.run_dir / "trainer.log")
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

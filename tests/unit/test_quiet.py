@@ -1,0 +1,32 @@
+"""What libraries print goes to the run's log, also when they kept the stream for later."""
+
+import logging
+import sys
+
+from trainer_env.quiet import prints_to
+
+
+def test_prints_go_to_the_file_and_the_terminal_comes_back(tmp_path, capsys):
+    with prints_to(tmp_path / "trainer.log"):
+        print("to the file")
+        print("this too", file=sys.stderr)
+    print("to the terminal")
+    assert (tmp_path / "trainer.log").read_text() == "to the file\nthis too\n"
+    assert capsys.readouterr() == ("to the terminal\n", "")
+
+
+def test_a_handler_made_meanwhile_writes_to_the_file_afterwards_as_well(tmp_path, capsys):
+    with prints_to(tmp_path / "trainer.log"):
+        handler = logging.StreamHandler()
+    handler.handle(logging.makeLogRecord({"msg": "late"}))
+    assert (tmp_path / "trainer.log").read_text() == "late\n"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_folder_that_was_deleted_is_no_error(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with prints_to(folder / "trainer.log"):
+        folder.rmdir()
+        print("nobody reads this")
+    assert not folder.exists()
