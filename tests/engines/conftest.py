@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,20 +30,24 @@ def tiny(server_python, tmp_path_factory) -> Path:
 
 
 class Reference:
-    """Hugging Face's logprobs of the same model, in a process of the server's environment."""
+    """Hugging Face's logprobs of the same model, from a process of the server's environment."""
 
-    def __init__(self, python: Path, model: Path) -> None:
-        self._command = [str(python), str(Path(__file__).with_name("reference.py")), str(model)]
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
 
     def logprobs(self, questions: list[dict]) -> list[list[float]]:
         """One list a question: {"ids", "temperature", "adapter" (a PEFT folder or "")}; for all ids but the first."""
-        done = subprocess.run(
-            self._command, input=json.dumps(questions), capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(questions) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
 
 
 @pytest.fixture(scope="session")
-def reference(server_python, tiny) -> Reference:
-    return Reference(server_python, tiny)
+def reference(server_python, tiny) -> Iterator[Reference]:
+    command = [str(server_python), str(Path(__file__).with_name("reference.py")), str(tiny)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        yield Reference(process)

@@ -1,4 +1,4 @@
-"""Logprobs as Hugging Face computes them, in float32: `python reference.py MODEL < questions.json`, answers on stdout.
+"""Logprobs as Hugging Face computes them, in float32: `python reference.py MODEL`, a JSON line in, a JSON line out.
 
 An adapter is added to the weights by hand (W + alpha / r * B A), so that neither PEFT nor an engine is trusted.
 """
@@ -28,19 +28,18 @@ def merged(folder: str, adapter: str) -> LlamaForCausalLM:
     return model.eval()
 
 
+def answer(folder: str, question: dict) -> list[float]:
+    """Logprobs of all ids but the first."""
+    ids = torch.tensor([question["ids"]])
+    with torch.no_grad():
+        logits = merged(folder, question["adapter"])(ids).logits[0, :-1] / question["temperature"]
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+
 def main() -> None:
-    """Answer all questions of standard input."""
-    answers, models = [], {}
-    for question in json.load(sys.stdin):
-        adapter = question["adapter"]
-        if adapter not in models:
-            models[adapter] = merged(sys.argv[1], adapter)
-        ids = torch.tensor([question["ids"]])
-        with torch.no_grad():
-            logits = models[adapter](ids).logits[0, :-1] / question["temperature"]
-        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        answers.append(chosen.tolist())
-    print(json.dumps(answers))
+    """Answer until standard input closes."""
+    for line in sys.stdin:
+        print(json.dumps([answer(sys.argv[1], question) for question in json.loads(line)]), flush=True)
 
 
 if __name__ == "__main__":

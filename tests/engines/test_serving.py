@@ -1,0 +1,217 @@
+"""The real vLLM behind the real tandem-server: what is trained on is what was sampled, whatever happens meanwhile."""
+
+import asyncio
+import os
+import signal
+import time
+
+import lora_files
+import psutil
+import pytest
+import pytest_asyncio
+from served import generate, score, served, until
+
+from bridge import protocol as p
+from bridge.errors import PeerDied, Refused
+from bridge.guard import processes
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(500), pytest.mark.slow]
+
+PROMPT = [5, 6, 7, 8, 9]
+START_S = 300
+TOLERANCE = 1e-3
+SERVER = {"dtype": "float32", "context_length": 512, "cpu_kv_gib": 1}
+"""A KV cache of 1 GiB, and float32, in which the engine and Hugging Face agree to rounding."""
+
+
+def program(python):
+    return [str(python), "-m", "server_env.cli"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tiny, server_python, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serving")
+    async with served(
+        folder, tiny, fake=False, program=program(server_python), server=SERVER, wait=False, lease_s=60.0
+    ) as it:
+        await it.ready(START_S)
+        yield it
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(server):
+    client = await server.client("run")
+    # The tests below share a server whose versions only rise.
+    client.published = 0
+    return client
+
+
+async def publish(client, adapter):
+    client.published += 1
+    return await client.ask(adapter.publish(client.published), adapter.data)
+
+
+def sampled(answer):
+    return [(p.unpack_ids(c.token_ids), p.unpack_logprobs(c.logprobs)) for c in answer.completions]
+
+
+async def scored(client, ids, version=-1):
+    return p.unpack_logprobs((await client.ask(score(ids, version=version, deadline_s=60))).logprobs)
+
+
+async def test_the_engine_is_the_one_that_was_asked_for(client):
+    welcome = client.welcome
+    assert (welcome.engine, welcome.capabilities) == ("vllm", ("lora", "score"))
+    assert (welcome.limits.max_context, welcome.limits.max_lora_rank, welcome.limits.vocab_size) == (512, 8, 512)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(client, reference, temperature):
+    answer = await client.ask(generate(PROMPT, n=4, max_tokens=12, temperature=temperature, ignore_eos=True))
+    pairs = sampled(answer)
+    questions = [{"ids": PROMPT + ids, "temperature": temperature, "adapter": ""} for ids, _ in pairs]
+    for (_, logprobs), expected in zip(pairs, reference.logprobs(questions), strict=True):
+        assert logprobs == pytest.approx(expected[len(PROMPT) - 1 :], abs=TOLERANCE)
+
+
+async def test_scores_are_those_of_hugging_face_without_and_with_an_adapter(client, tiny, reference, tmp_path):
+    adapter = lora_files.make(tiny, 21)
+    folder = adapter.write(tmp_path / "adapter")
+    await publish(client, adapter)
+    ids = [*PROMPT, 300, 17, 44]
+    questions = [{"ids": ids, "temperature": 1.0, "adapter": a} for a in ("", str(folder))]
+    base, adapted = reference.logprobs(questions)
+    assert await scored(client, ids, 0) == pytest.approx(base, abs=TOLERANCE)
+    assert await scored(client, ids) == pytest.approx(adapted, abs=TOLERANCE)
+    assert base != pytest.approx(adapted, abs=0.1)
+
+
+async def test_sampling_under_an_adapter_is_sampling_from_that_adapter(client, tiny, reference, tmp_path):
+    adapter = lora_files.make(tiny, 22)
+    folder = adapter.write(tmp_path / "adapter")
+    loaded = await publish(client, adapter)
+    answer = await client.ask(generate(PROMPT, n=3, max_tokens=8, temperature=0.8, ignore_eos=True))
+    assert answer.version == loaded.version
+    pairs = sampled(answer)
+    questions = [{"ids": PROMPT + ids, "temperature": 0.8, "adapter": str(folder)} for ids, _ in pairs]
+    for (_, logprobs), expected in zip(pairs, reference.logprobs(questions), strict=True):
+        assert logprobs == pytest.approx(expected[len(PROMPT) - 1 :], abs=TOLERANCE)
+
+
+async def test_a_new_version_does_not_see_the_prefix_cache_of_the_last_one(client, tiny, reference, tmp_path):
+    """Three generations over one long prompt: cold and cached under one version, then under the next."""
+    prompt = [5 + i % 200 for i in range(150)]
+    await publish(client, lora_files.make(tiny, 31))
+    for _ in range(2):
+        await client.ask(generate(prompt, max_tokens=2, deadline_s=60))
+    adapter = lora_files.make(tiny, 32)
+    folder = adapter.write(tmp_path / "adapter")
+    await publish(client, adapter)
+    for _ in range(2):
+        ((ids, logprobs),) = sampled(await client.ask(generate(prompt, max_tokens=4, ignore_eos=True, deadline_s=60)))
+        (expected,) = reference.logprobs([{"ids": prompt + ids, "temperature": 1.0, "adapter": str(folder)}])
+        assert logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=TOLERANCE)
+
+
+async def test_a_version_can_be_pinned_while_a_newer_one_serves(client, tiny):
+    await publish(client, lora_files.make(tiny, 41))
+    pinned = client.published
+    before = await scored(client, PROMPT)
+    await publish(client, lora_files.make(tiny, 42))
+    assert await scored(client, PROMPT, pinned) == pytest.approx(before, abs=1e-4)
+    assert await scored(client, PROMPT) != pytest.approx(before, abs=0.01)
+
+
+async def test_a_switch_does_not_disturb_what_is_in_flight(client, tiny, reference, tmp_path):
+    old = lora_files.make(tiny, 51)
+    folder = old.write(tmp_path / "adapter")
+    version = (await publish(client, old)).version
+    running = [
+        asyncio.create_task(client.ask(generate(PROMPT, n=8, max_tokens=400, ignore_eos=True, deadline_s=120)))
+        for _ in range(2)
+    ]
+    async with asyncio.timeout(30):
+        while (await client.ask(p.Status())).in_use.get(version) != 2:
+            pass
+    await publish(client, lora_files.make(tiny, 52))
+    newest = await client.ask(generate(PROMPT, max_tokens=2, deadline_s=60))
+    assert newest.version == client.published
+    assert (await client.ask(p.Status())).in_use == {version: 2}
+    for seed in (53, 54):
+        await publish(client, lora_files.make(tiny, seed))
+    pairs = [pair for task in running for pair in sampled(await task)]
+    assert {task.result().version for task in running} == {version}
+    questions = [{"ids": PROMPT + ids, "temperature": 1.0, "adapter": str(folder)} for ids, _ in pairs]
+    for (_, logprobs), expected in zip(pairs, reference.logprobs(questions), strict=True):
+        assert logprobs == pytest.approx(expected[len(PROMPT) - 1 :], abs=TOLERANCE)
+
+
+async def test_a_rank_above_the_servers_is_refused_and_the_old_version_serves_on(client, tiny):
+    before = await scored(client, PROMPT)
+    adapter = lora_files.make(tiny, 61, rank=16)
+    with pytest.raises(Refused, match="rank 16 is above the server's limit of 8"):
+        await client.ask(adapter.publish(client.published + 1), adapter.data)
+    assert await scored(client, PROMPT) == pytest.approx(before, abs=1e-4)
+
+
+async def test_sixty_versions_in_a_row_each_serve_and_memory_stays_bounded(client, server, tiny):
+    pid = (await client.ask(p.Status())).engine_pid
+
+    def resident():
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        return sum(process.memory_info().rss for process in family)
+
+    loads, seen, early = [], set(), 0
+    for seed in range(100, 160):
+        loaded = await publish(client, lora_files.make(tiny, seed, rank=8))
+        loads.append(loaded.load_s)
+        answer = await client.ask(generate(PROMPT, max_tokens=2, ignore_eos=True))
+        assert answer.version == loaded.version
+        seen.add(tuple(await scored(client, PROMPT)))
+        if seed == 119:
+            early = resident()
+    assert len(seen) == 60
+    assert resident() - early < 64 << 20
+    assert sorted(loads)[len(loads) // 2] < 0.5
+    assert len((await client.ask(p.Status())).loaded) == 2
+
+
+async def test_throughput_of_many_groups_at_once(client):
+    """No figure is asserted: groups at once must simply all come back, whole."""
+    answers = await asyncio.gather(
+        *(client.ask(generate([5 + i, 6, 7], n=4, max_tokens=16, ignore_eos=True, deadline_s=120)) for i in range(64))
+    )
+    assert all(len(ids) == 16 for answer in answers for ids, _ in sampled(answer))
+
+
+async def test_a_killed_engine_comes_back_with_its_versions_and_answers_what_was_asked(client, server):
+    before = await scored(client, PROMPT)
+    status = await client.ask(p.Status())
+    asking = asyncio.create_task(client.ask(generate(PROMPT, n=4, max_tokens=200, ignore_eos=True, deadline_s=400)))
+    async with asyncio.timeout(30):
+        while not (await client.ask(p.Status())).in_use:
+            pass
+    worker = max(psutil.Process(status.engine_pid).children(recursive=True), key=lambda q: q.memory_info().rss)
+    old = server.note_family() - {server.process.pid}
+    os.kill(worker.pid, signal.SIGKILL)
+    answer = await asking
+    assert answer.version == status.version
+    assert all(len(ids) == 200 for ids, _ in sampled(answer))
+    after = await client.ask(p.Status())
+    assert after.restarts == status.restarts + 1
+    assert after.engine_pid != status.engine_pid
+    assert await scored(client, PROMPT) == pytest.approx(before, abs=1e-4)
+    assert not old & processes().keys()
+
+
+async def test_when_the_gateway_is_killed_its_engine_ends_too(client, server):
+    """Last in this file: it ends the server that the others share."""
+    family = server.note_family()
+    assert len(family) > 3
+    started = time.monotonic()
+    asking = asyncio.create_task(client.ask(generate(PROMPT, n=4, max_tokens=200, ignore_eos=True, deadline_s=400)))
+    server.process.kill()
+    with pytest.raises(PeerDied):
+        await asking
+    await until(lambda: not family & processes().keys(), "the engine's family to be gone", 30)
+    assert time.monotonic() - started < 30
