@@ -17,6 +17,7 @@ from pathlib import Path
 from environments import catalogue, lockfile
 from environments.consistency import problems
 from environments.errors import SetupError
+from environments.processes import stop_on_signals
 from environments.resolve import Resolver
 from environments.uv import find_or_install
 
@@ -117,4 +118,5 @@ def _show(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    stop_on_signals()
     sys.exit(main())

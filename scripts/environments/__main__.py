@@ -9,16 +9,18 @@ from pathlib import Path
 
 from environments import catalogue, install, lockfile, preflight
 from environments.console import say
-from environments.errors import SetupError
-from environments.processes import end_children
+from environments.errors import Interrupted, SetupError
+from environments.processes import stop_on_signals
 from environments.uv import find_or_install
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 all environments are ready, 1 something failed, 130 interrupted."""
     options = _parse(argv)
+    stop_on_signals()
     began = time.monotonic()
-    missing = []
+    missing: list[install.Plan] = []
+    failed: Sequence[SetupError]
     try:
         plans = _plans(options)
         missing = [plan for plan in plans if not install.is_ready(plan)]
@@ -28,13 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed = _install(missing, options) if missing else []
     except SetupError as error:
         failed = [error]
-    except KeyboardInterrupt:
-        print("interrupted; run the command again to go on", file=sys.stderr)
-        return 130
     for error in failed:
         print(f"error: {error}", file=sys.stderr)
     if not failed and missing:
         say(f"all ready in {time.monotonic() - began:.1f} s")
+    if any(isinstance(error, Interrupted) for error in failed):
+        return 130
     return 1 if failed else 0
 
 
@@ -81,24 +82,21 @@ def _plans(options: argparse.Namespace) -> list[install.Plan]:
     return plans
 
 
-def _install(plans: list[install.Plan], options: argparse.Namespace) -> list[SetupError]:
+def _install(plans: list[install.Plan], options: argparse.Namespace) -> Sequence[SetupError]:
     preflight.check_disk((plan.section for plan in plans if not plan.build.exists()), options.venvs)
     uv = find_or_install(lockfile.read(options.lock), options.venvs.absolute())
-    failed = []
+    failed: list[SetupError] = []
     with ThreadPoolExecutor(max_workers=len(plans)) as pool:
-        try:
-            for plan, future in [(plan, pool.submit(_one, plan, uv)) for plan in plans]:
-                error = future.exception()
-                if isinstance(error, SetupError):
-                    failed.append(error)
-                elif error:
-                    raise error
-                else:
-                    _report(plan, future.result())
-        except KeyboardInterrupt:
-            end_children()
-            raise
-    return failed
+        for plan, future in [(plan, pool.submit(_one, plan, uv)) for plan in plans]:
+            error = future.exception()
+            if isinstance(error, SetupError):
+                failed.append(error)
+            elif error:
+                raise error
+            else:
+                _report(plan, future.result())
+    # Once interrupted, every environment fails alike: say it once.
+    return next(([error] for error in failed if isinstance(error, Interrupted)), failed)
 
 
 def _one(plan: install.Plan, uv: Path) -> install.Result:

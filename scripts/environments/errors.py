@@ -19,3 +19,10 @@ class SetupError(Exception):
     def __str__(self) -> str:
         log = f" Log: {self.log}." if self.log else ""
         return f"{self.what}: {self.why.rstrip('.')}.{log} Do: {self.remedy}"
+
+
+class Interrupted(SetupError):
+    """A signal asked this process to stop."""
+
+    def __init__(self) -> None:
+        super().__init__("interrupted", why="a signal asked for it", remedy="run the command again to go on")

@@ -1,16 +1,19 @@
 """Run a program with its output in a log, within a time limit, and ended when we are."""
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
-from environments.errors import SetupError
+from environments.errors import Interrupted, SetupError
 
 _running: set[subprocess.Popen[bytes]] = set()
-_guard = threading.Lock()
+# Reentrant, for the signal handler runs in a thread that may hold it.
+_guard = threading.RLock()
 stopping = threading.Event()
 
 # Settings of the caller's own Python that would lead a child into another environment.
@@ -48,6 +51,7 @@ def run(
 
     Raises:
         SetupError: the program cannot be started or takes longer than `timeout_s` seconds (it is then killed).
+        Interrupted: a signal asked this process to stop.
     """
     words = [str(word) for word in command]
     with log.open("ab") as output:
@@ -55,7 +59,7 @@ def run(
         output.flush()
         child = _start(words, output, env, cwd, keep_open)
     try:
-        return child.wait(timeout=timeout_s)
+        status = child.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
@@ -65,19 +69,18 @@ def run(
             remedy="read the log; on a slow network run the command again, it goes on from its cache",
             log=log,
         ) from None
-    except KeyboardInterrupt:
-        child.terminate()
-        raise
     finally:
         with _guard:
             _running.discard(child)
+    check_stopping()
+    return status
 
 
 def _start(
     words: list[str], output: IO[bytes], env: Mapping[str, str] | None, cwd: Path | None, keep_open: int | None
 ) -> subprocess.Popen[bytes]:
-    with _guard:  # so that `end_children` misses none
-        check_stopping()
+    check_stopping()
+    with _guard:
         try:
             child = subprocess.Popen(
                 words,
@@ -93,24 +96,37 @@ def _start(
                 f"cannot start {words[0]}", why=str(error), remedy="check that the file exists and can be run"
             ) from error
         _running.add(child)
+    if stopping.is_set():  # a signal came meanwhile, and did not find this child
+        child.terminate()
     return child
 
 
 def check_stopping() -> None:
-    """Leave the work of a thread once `end_children` was called.
+    """Leave off work once a signal has asked for that.
 
     Raises:
-        SetupError: it was.
+        Interrupted: it has.
     """
     if stopping.is_set():
-        raise SetupError("interrupted", why="this script was asked to stop", remedy="run the command again to go on")
+        raise Interrupted
 
 
-def end_children() -> None:
-    """Ask every program that `run` waits for to end, and start no more (used when this process is interrupted)."""
+def stop_on_signals() -> None:
+    """On Ctrl-C or SIGTERM end the running children and start no more.
+
+    No exception is raised at the point of the signal: whoever waits for a child or a lock gets `Interrupted`. A
+    SIGINT that is ignored, as in a background job, stays so.
+    """
+    signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    del number, frame
     stopping.set()
     with _guard:
-        for child in _running:
+        for child in list(_running):
             child.terminate()
 
 

@@ -88,9 +88,10 @@ class Lab:
         self.lock.write_text(wheelhouse.lock_text(("dev", "any", [self.backend, *(lines or [self.tiny])])))
 
     def start(self, *arguments, **variables):
-        command = ["sh", str(SETUP), "--only", "dev", "--skip-check", "--lock", str(self.lock)]
+        # A test runner in the background ignores SIGINT, and its children would as well.
+        command = ["env", "--default-signal=INT", "sh", str(SETUP), "--only", "dev", "--skip-check"]
         process = subprocess.Popen(
-            [*command, "--venvs", str(self.venvs), *arguments],
+            [*command, "--lock", str(self.lock), "--venvs", str(self.venvs), *arguments],
             env={**self.variables, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -196,13 +197,14 @@ def test_a_new_run_waits_for_the_child_that_a_killed_run_left(lab):
     assert_works(lab)
 
 
-def test_an_interrupt_ends_the_children_and_says_how_to_go_on(lab):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_children_and_says_how_to_go_on(lab, number):
     process = lab.start(STOP_AT="sync")
     lab.wait_for_call("sync")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
-    assert err.strip() == "interrupted; run the command again to go on"
+    assert err.strip() == "error: interrupted: a signal asked for it. Do: run the command again to go on"
     assert_group_ends(process.pid)
     assert lab.run().returncode == 0
     assert_works(lab)
