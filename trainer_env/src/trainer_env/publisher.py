@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridge.errors import Refused, StaleVersion, SyncMismatch
+from bridge.errors import BridgeError, Refused, StaleVersion, SyncMismatch
 from bridge.protocol import AdapterLoaded, PublishAdapter, Request, Welcome
 
 if TYPE_CHECKING:
@@ -110,7 +110,12 @@ class Publisher:
             adapter_config=packed.adapter_config,
             deadline_s=self._timeout_s,
         )
-        loaded: AdapterLoaded = self._server.ask(request, packed.payload)
+        try:
+            loaded: AdapterLoaded = self._server.ask(request, packed.payload)
+        except BridgeError as error:
+            error.what = f"Adapter version {version} does not serve: {error.what}"
+            error.log_path = error.log_path or self._server.welcome.log_path
+            raise
         if loaded.version != version:
             raise SyncMismatch(
                 f"Adapter version {version} was published, and the server loaded version {loaded.version}."

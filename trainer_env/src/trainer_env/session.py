@@ -282,12 +282,16 @@ class Session:
     def _phase(self) -> Iterator[None]:
         """A part of the run that needs the server: if that is gone, say why.
 
-        Libraries catch more than they should, a KeyboardInterrupt among it: it is raised again when they are left.
+        Libraries catch a KeyboardInterrupt, go on, or make another error of it: here it is one again.
         """
         try:
             yield
-        except PeerDied as error:
-            raise (error if self._server.alive else self._server.died()) from None
+        except Exception as error:
+            if self._ending:
+                raise KeyboardInterrupt from error
+            if isinstance(error, PeerDied) and not self._server.alive:
+                raise self._server.died() from None
+            raise
         if self._ending:
             raise KeyboardInterrupt
 
