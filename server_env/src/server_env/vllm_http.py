@@ -1,6 +1,8 @@
 """vLLM's HTTP routes over its Unix socket: what is asked, what of the answer is read, what its status codes mean."""
 
 import asyncio
+import errno
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +20,11 @@ from server_env.options import EngineOptions
 KEEP_ALIVE_S = 15.0
 """Below the engine's own (see vllm.environment)."""
 
+QUEUE_FULL = (errno.EAGAIN, errno.EINVAL, errno.ENOTCONN)
+"""How connecting to a Unix socket fails when too many others are about to be accepted. asyncio takes the EAGAIN for a
+connection in progress, and finds out at its first use."""
+
+QUEUE_FULL_PAUSE_S = 0.02
 PROBE_PROMPT = (1,)
 NEEDED_ROUTES = ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 SLEEP_ROUTES = ("/sleep", "/wake_up")
@@ -99,6 +106,7 @@ class VLLM:
     ) -> None:
         self.installed_version = installed.version if installed else vllm.installed_version()
         self.options = vllm.resolve(server, native, device, installed)
+        self.model = self.options.model or ""
         self.max_lora_rank = self.options.max_lora_rank or 0
         self.adapter_slots = self.options.max_loras or 0
         self._server = server
@@ -269,11 +277,16 @@ class VLLM:
 
     async def _request(self, method: str, route: str, body: bytes | None) -> tuple[int, bytes]:
         headers = {} if body is None else {"Content-Type": "application/json"}
-        try:
-            async with self.http().request(method, route, data=body, headers=headers) as response:
-                return response.status, await response.read()
-        except (aiohttp.ClientError, ConnectionError, FileNotFoundError) as error:
-            raise EngineGone(f"{method} {route}: {error!r}") from error
+        while True:
+            try:
+                async with self.http().request(method, route, data=body, headers=headers) as response:
+                    return response.status, await response.read()
+            except aiohttp.ClientConnectorError as error:
+                if error.os_error.errno not in QUEUE_FULL:
+                    raise EngineGone(f"{method} {route}: {error!r}") from error
+                await asyncio.sleep(random.uniform(0.5, 1.5) * QUEUE_FULL_PAUSE_S)  # noqa: S311 (spreads retries)
+            except (aiohttp.ClientError, ConnectionError) as error:
+                raise EngineGone(f"{method} {route}: {error!r}") from error
 
 
 def _completion(choice: _Choice) -> Completion:
