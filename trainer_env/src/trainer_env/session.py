@@ -85,7 +85,8 @@ class Session:
             try:
                 return server.check()
             except ConfigError as error:
-                error.what = error.what.replace(str(path), self._source)  # The file that the reader knows.
+                what = error.what.replace(f"{path}: ", "")
+                error.what = f"{self._source}: {what}"  # The file that the reader knows.
                 raise
 
     def start(self) -> None:
@@ -97,7 +98,6 @@ class Session:
         run_dir = self.config.run_dir
         step_to_resume(self.config, resume=self._resume)
         self.check()
-        os.environ.update(self.placement.trainer_environment())
         self._model = models.resolve(self.config.model.name)
         with needing_room(self.config):
             self._lock = RunLock(self.config)
@@ -156,6 +156,7 @@ class Session:
 
     def load_policy(self) -> None:
         """Load the base model under a fresh adapter."""
+        os.environ.update(self.placement.trainer_environment())  # Read by torch and CUDA as they are imported.
         with self._phase(), self._timed("the trainer's model is loaded"), self._quietly():
             from trainer_env import grpo
 
