@@ -257,6 +257,7 @@ class Wire:
         self._flows.set()
         self.connection = world.connection
         self.connections = 0
+        self.drops = False
 
     async def open(self) -> None:
         addresses = []
@@ -303,6 +304,9 @@ class Wire:
     def _serve(self, address: str) -> Callable[..., None]:
         def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.connections += 1
+            if self.drops:
+                writer.close()
+                return
             self._tasks.add(asyncio.create_task(self._forward(address, reader, writer)))
 
         return serve

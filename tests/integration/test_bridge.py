@@ -439,6 +439,19 @@ async def test_an_open_question_survives_a_broken_connection_and_is_worked_on_on
     assert len(world.handler.prompts()) == 5
 
 
+async def test_a_wire_that_takes_connections_and_drops_them_is_endured(world):
+    wire = await world.wire()
+    client = await world.connect(wire.connection)
+    asked = asyncio.create_task(client.ask(generate("hold")))
+    await until(lambda: world.server.in_flight, "it is worked on")
+    before, wire.drops = wire.connections, True
+    wire.cut()
+    await until(lambda: wire.connections > before + 20, "many tries were dropped")
+    wire.drops = False
+    world.handler.release.set()
+    assert await asked == generated("hold")
+
+
 async def test_an_answer_given_while_nobody_listened_is_fetched_later(world):
     wire = await world.wire()
     client = await world.connect(wire.connection)

@@ -199,3 +199,27 @@ client.submit(Generate(prompt=b"hold"))
     done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=20, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (0, b"")
     assert b"Traceback" not in done.stderr
+
+
+def test_a_fork_of_the_process_is_refused_and_not_left_waiting(elsewhere):
+    code = """
+import os, sys
+from bridge.blocking import BlockingClient
+from bridge.endpoint import read_connection
+from bridge.errors import PeerDied
+from bridge.protocol import Ping
+from pathlib import Path
+with BlockingClient.connect(read_connection(Path(sys.argv[1]))) as client:
+    if os.fork() == 0:
+        try:
+            client.ask(Ping())
+        except PeerDied as error:
+            client.close()
+            os._exit("fork" in error.what)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+    client.ask(Ping())
+"""
+    path = elsewhere.world.folder / "connection.json"
+    write_connection(path, elsewhere.world.connection)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=20, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -80,6 +80,7 @@ class Channel:
         if address.startswith("tcp://"):
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)  # So that the server forgets a dead host.
         own = KeyPair(connection.client_public, connection.client_secret)
         authenticate(self._socket, address, connection.server_key, own)
         self._monitor = self._socket.get_monitor_socket(EVENTS)
@@ -209,8 +210,8 @@ class Channel:
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self.fail(self._refused("does not accept this kind of connection"))
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                    broken += 1  # Once in a while this is a server that is just going down.
-                    if broken == MAX_BROKEN_HANDSHAKES:
+                    broken += 1  # Once or twice, this is a server that is just coming up or going down.
+                    if broken == MAX_BROKEN_HANDSHAKES and not self.was_connected:
                         self.fail(self._refused("closes every connection before the handshake is over"))
 
     def _refused(self, what: str) -> Refused:
