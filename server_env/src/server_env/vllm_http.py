@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from bridge.errors import EngineFailed, Refused
-from bridge.protocol import Completion, Sampling, pack_ids, pack_logprobs
+from bridge.protocol import Completion, Sampling, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from server_env import vllm
 from server_env.config import ServerConfig
 from server_env.engine import Endpoint, EngineFacts, EngineGone
@@ -26,6 +26,9 @@ connection in progress, and finds out at its first use."""
 
 QUEUE_FULL_PAUSE_S = 0.02
 PROBE_PROMPT = (1,)
+PROBE_NOISE = 0.25
+"""Logprobs of the same distribution differ by less, whatever the precision; at temperature 2 they differ by more."""
+
 NEEDED_ROUTES = ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 SLEEP_ROUTES = ("/sleep", "/wake_up")
 
@@ -161,11 +164,12 @@ class VLLM:
         )
 
     async def _check_logprobs(self, version: str) -> None:
-        """A token sampled with top_k = 1 has probability 1 in the distribution that was sampled from."""
-        sampling = Sampling(max_tokens=1, top_k=1, ignore_eos=True)
-        answer = await self._complete(self._ask("", PROBE_PROMPT, 1, sampling))
-        completion = _completion(answer.choices[0])
-        if memoryview(completion.logprobs).cast("f")[0] < -1e-3:
+        """At temperature 2 the logprobs of what is sampled from are not those of the untempered distribution."""
+        sampling = Sampling(max_tokens=4, temperature=2.0, seed=0, ignore_eos=True)
+        (completion,) = await self.generate("", PROBE_PROMPT, 1, sampling)
+        sampled, ids = unpack_logprobs(completion.logprobs), unpack_ids(completion.token_ids)
+        untempered = (await self.score("", [*PROBE_PROMPT, *ids]))[-len(ids) :]
+        if max(abs(a - b) for a, b in zip(sampled, untempered, strict=True)) < PROBE_NOISE:
             raise EngineFailed(
                 f"vLLM {version} reports logprobs of another distribution than it samples from.",
                 why="--logprobs-mode processed_logprobs has no effect in this version.",
