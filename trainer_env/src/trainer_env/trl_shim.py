@@ -76,7 +76,7 @@ class _UsesSamplingLogprobs:
         if server is None and self.args.vllm_importance_sampling_correction:
             raise SyncMismatch(
                 "The trainer dropped the logprobs that rollout_func returned.",
-                why="This release of TRL or Unsloth no longer keeps them, so it cannot correct for the sampling policy.",
+                why="This release of TRL or Unsloth no longer keeps them, so nothing corrects for the sampling policy.",
                 remedy="Install the pinned versions with scripts/setup_envs.sh.",
             )
         if server is not None:
