@@ -27,7 +27,9 @@ connection in progress, and finds out at its first use."""
 QUEUE_FULL_PAUSE_S = 0.02
 PROBE_PROMPT = (1,)
 PROBE_NOISE = 0.25
-"""Logprobs of the same distribution differ by less, whatever the precision; at temperature 2 they differ by more."""
+"""Logprobs of the same distribution differ by less, whatever the precision."""
+PROBE_UNLIKELY = -2.0
+"""Below this logprob a token shows the difference: among the likeliest few it would have a higher one."""
 
 NEEDED_ROUTES = ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 SLEEP_ROUTES = ("/sleep", "/wake_up")
@@ -164,12 +166,16 @@ class VLLM:
         )
 
     async def _check_logprobs(self, version: str) -> None:
-        """At temperature 2 the logprobs of what is sampled from are not those of the untempered distribution."""
-        sampling = Sampling(max_tokens=4, temperature=2.0, seed=0, ignore_eos=True)
+        """Of the likeliest token alone the logprob is 0 (a little less, when some tie), and not what scoring says.
+
+        A model that is sure of that token says nothing here; one that is nearly uniform says it as loud as any.
+        """
+        sampling = Sampling(max_tokens=4, top_k=1, ignore_eos=True)
         (completion,) = await self.generate("", PROBE_PROMPT, 1, sampling)
         sampled, ids = unpack_logprobs(completion.logprobs), unpack_ids(completion.token_ids)
-        untempered = (await self.score("", [*PROBE_PROMPT, *ids]))[-len(ids) :]
-        if max(abs(a - b) for a, b in zip(sampled, untempered, strict=True)) < PROBE_NOISE:
+        scored = (await self.score("", [*PROBE_PROMPT, *ids]))[-len(ids) :]
+        pairs = [(a, b) for a, b in zip(sampled, scored, strict=True) if b < PROBE_UNLIKELY]
+        if pairs and max(abs(a - b) for a, b in pairs) < PROBE_NOISE:
             raise EngineFailed(
                 f"vLLM {version} reports logprobs of another distribution than it samples from.",
                 why="--logprobs-mode processed_logprobs has no effect in this version.",
