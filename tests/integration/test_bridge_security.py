@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from bridge_helpers import TRANSPORTS, Raw, World, generate, generated, new_world, until
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from bridge.endpoint import Connection
 from bridge.errors import BridgeError, ConfigError, Refused
 from bridge.security import KeyPair, ServerKeys, new_keys
 from bridge.server import BridgeLimits, BridgeServer
+from bridge_helpers import TRANSPORTS, Raw, World, generate, generated, new_world, until
 
 EVERYWHERE = [
     "tcp://*:0",
