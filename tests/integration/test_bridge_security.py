@@ -160,6 +160,7 @@ async def test_a_client_without_curve_gets_nothing(tcp):
 
 async def test_a_stopped_gatekeeper_lets_nobody_in(tcp):
     inside = await tcp.connect()
+    assert await inside.ask(generate("before")) == generated("before")  # Now its data socket is inside as well.
     tcp.server._gatekeeper.stop()
     await refused_promptly(tcp.connection)
     assert await inside.ask(generate("one")) == generated("one")
