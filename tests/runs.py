@@ -3,6 +3,7 @@
 A run's processes are those whose environment holds its mark, whoever their parent is by now.
 """
 
+import array
 import contextlib
 import json
 import os
@@ -245,6 +246,21 @@ class Lab:
             if not (model / "complete.json").exists():
                 script = ROOT / "tests" / "engines" / "make_tiny_model.py"
                 subprocess.run([TRAINER_PYTHON, script, model], check=True, capture_output=True, timeout=PATIENCE_S)
+        return model
+
+    def flat(self) -> Path:
+        """The same model with an output layer so small that every token is as likely as any other: the fake engine's
+        logprobs can then be those of the model.
+        """
+        model = self.folder / "flat-model"
+        shutil.copytree(self.tiny(), model)
+        path = model / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        first, end = json.loads(data[8:start])["lm_head.weight"]["data_offsets"]
+        weights = array.array("f", data[start + first : start + end])
+        data[start + first : start + end] = array.array("f", (weight / 1000 for weight in weights)).tobytes()
+        path.write_bytes(data)
         return model
 
     def close(self) -> None:
