@@ -77,7 +77,13 @@ class Run:
         environment = {**os.environ, "TANDEM_FAKE_JOURNAL": str(self.journal_path), **variables, MARK: self.mark}
         with (self.folder / "stdout").open("wb") as stdout, (self.folder / "stderr").open("wb") as stderr:
             self.process = subprocess.Popen(
-                words, cwd=self.cwd, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
+                words,
+                cwd=self.cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
             )
 
     @property
@@ -123,7 +129,11 @@ class Run:
         return [entry for entry in self._lines(self.journal_path) if entry["event"] == event]
 
     def interrupt(self, signum: int = signal.SIGINT) -> None:
-        self.process.send_signal(signum)
+        """SIGINT goes to the whole process group, as from a terminal; any other signal to the command alone."""
+        if signum == signal.SIGINT:
+            os.killpg(self.process.pid, signum)
+        else:
+            self.process.send_signal(signum)
 
     def finish(self, timeout_s: float = PATIENCE_S) -> "Run":
         """Wait for its end, and look at once who of it lives."""
