@@ -32,6 +32,8 @@ POLL_S = 0.05
 PATIENCE_S = 300.0
 """For anything that a run comes to by itself: what takes 20 s takes ten times as long on a busy machine."""
 AT_A_TIME = 2
+GUARD_S = 30.0
+"""What a guard may take to end an engine whose server was killed."""
 
 Scenario = Callable[["Lab"], Any]
 SCENARIOS: dict[str, Scenario] = {}
@@ -156,9 +158,17 @@ class Run:
         return self
 
     def kill_all(self) -> None:
-        for pid in living(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill the command and its server. Guards are left to end the engines: what an engine's workers are called, and
+        whose they are, cannot be read from outside."""
+        deadline = time.monotonic() + GUARD_S
+        while alive := living(self.mark):
+            late = time.monotonic() > deadline
+            for pid, command in alive.items():
+                if late or "tandem-" in command or pid == self.process.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(POLL_S)
         self.process.wait()
 
     @property
