@@ -176,7 +176,7 @@ class ServerProcess:
             f"tandem-server {how} before it was asked to end.",
             log_path=str(self.log_path),
             log_tail=log_tail(self.log_path),
-            remedy="The lines above are its last, and `scripts/doctor.py` checks the machine. `--resume` goes on from the "
+            remedy="The lines above are its last; `scripts/doctor.py` checks the machine, and `--resume` goes on from the "
             "last checkpoint.",
         )
 
