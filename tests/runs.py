@@ -1,6 +1,7 @@
 """Whole runs for tests: commands started as a user would start them, told from everybody else's by a mark of theirs.
 
-A run's processes are those whose environment holds its mark, whoever their parent is by now.
+A run's processes are those whose environment holds its mark, whoever their parent is by now; what descends from them;
+and who was one of these when last looked at, for an engine's workers write their titles over their environment.
 """
 
 import array
@@ -22,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from bridge import guard
+
 ROOT = Path(__file__).parent.parent
 VENVS = ROOT / ".venvs"
 TRAINER_PYTHON = VENVS / "trainer" / "bin" / "python"
@@ -31,6 +34,7 @@ MARK = "TANDEM_TEST_RUN"
 POLL_S = 0.05
 PATIENCE_S = 300.0
 """For anything that a run comes to by itself: what takes 20 s takes ten times as long on a busy machine."""
+NOTE_S = 1.0
 AT_A_TIME = 2
 GUARD_S = 30.0
 """What a guard may take to end an engine whose server was killed."""
@@ -50,15 +54,23 @@ def scenario(work: Scenario) -> Any:
     return result
 
 
-def living(mark: str) -> dict[int, str]:
-    """Command lines of the processes with a mark, by pid. A zombie has no environment any more."""
-    found = {}
+def marked(mark: str) -> set[int]:
+    """Processes with a mark. A zombie has no environment any more, nor has a program that wrote its title over it."""
+    found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError):
                 if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found.add(int(folder.name))
     return found
+
+
+def started(pid: int) -> str:
+    """When a process began, by the kernel's clock: with its pid, this names it for good. Empty: it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 class Run:
@@ -74,6 +86,9 @@ class Run:
         self.left: dict[int, str] | None = None
         """Who lived at the moment when the command had ended; None while it runs."""
         self.resumed: Run | None = None
+        self._family: dict[int, str] = {}
+        self._noted = 0.0
+        self._gone = False
         self.expected_to_live = False
         """For a trainer that was killed: its server lives until the lease has run out."""
         environment = {**os.environ, "TANDEM_FAKE_JOURNAL": str(self.journal_path), **variables, MARK: self.mark}
@@ -117,7 +132,7 @@ class Run:
             ended = self.code is not None and not condition()
             assert not ended, f"it ended with {self.code} before: {what}\n{self.report()}"
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{self.report()}"
-            time.sleep(POLL_S)
+            self._pause()
 
     def says(self, text: str) -> None:
         self.until(lambda: text in self.stdout + self.stderr, f"it says {text!r}")
@@ -137,13 +152,31 @@ class Run:
         else:
             self.process.send_signal(signum)
 
+    def living(self) -> dict[int, str]:
+        """Command lines of the run's processes, by pid."""
+        if self._gone:
+            return {}
+        ended = self.code is not None
+        roots = marked(self.mark)
+        pids = roots.union(*(guard.descendants(pid) for pid in roots))
+        self._family |= {pid: started(pid) for pid in pids}
+        self._noted = time.monotonic()
+        found = {}
+        for pid, start in self._family.items():
+            if start and start == started(pid) and guard.living(pid):
+                with contextlib.suppress(OSError):
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        self._gone = ended and not found
+        return found
+
     def finish(self, timeout_s: float = PATIENCE_S) -> "Run":
         """Wait for its end, and look at once who of it lives."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"it has not ended within {timeout_s:g} s\n{self.report()}")
-        left = living(self.mark)
+        deadline = time.monotonic() + timeout_s
+        while self.code is None:
+            if time.monotonic() > deadline:
+                pytest.fail(f"it has not ended within {timeout_s:g} s\n{self.report()}")
+            self._pause()
+        left = self.living()
         if self.run_dir.exists():
             shutil.copytree(self.run_dir, self.folder / "left")
         self.left = left
@@ -152,16 +185,15 @@ class Run:
     def gone(self, timeout_s: float = 60.0) -> "Run":
         """Wait until nobody of it lives."""
         deadline = time.monotonic() + timeout_s
-        while alive := living(self.mark):
+        while alive := self.living():
             assert time.monotonic() < deadline, f"{alive} still live after {timeout_s:g} s"
             time.sleep(POLL_S)
         return self
 
     def kill_all(self) -> None:
-        """Kill the command and its server. Guards are left to end the engines: what an engine's workers are called, and
-        whose they are, cannot be read from outside."""
+        """Kill the command and its server. Their guards end the engines, and only who outlives these is killed here."""
         deadline = time.monotonic() + GUARD_S
-        while alive := living(self.mark):
+        while alive := self.living():
             late = time.monotonic() > deadline
             for pid, command in alive.items():
                 if late or "bin/tandem-" in command or pid == self.process.pid:
@@ -170,6 +202,12 @@ class Run:
             self.process.poll()
             time.sleep(POLL_S)
         self.process.wait()
+
+    def _pause(self) -> None:
+        """A moment between two looks; now and then, note who belongs to it."""
+        time.sleep(POLL_S)
+        if time.monotonic() > self._noted + NOTE_S:
+            self.living()
 
     @property
     def metrics(self) -> list[dict]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import SCENARIOS, Lab, living
+from runs import SCENARIOS, Lab
 
 WANTED = pytest.StashKey[list[str]]()
 
@@ -47,5 +47,6 @@ def run(request):
 def nothing_lives_on(lab):
     """Of a command that has ended, nobody lives."""
     yield
-    alive = {run.mark: living(run.mark) for run in lab.runs if run.code is not None and not run.expected_to_live}
+    ended = [run for run in lab.runs if run.code is not None and not run.expected_to_live]
+    alive = {run.mark: run.living() for run in ended}
     assert not any(alive.values()), alive

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import living, scenario
+from runs import scenario
 
 GATED_REWARD = """
 import time
@@ -34,7 +34,7 @@ def gate(folder: Path, at: int) -> str:
 @scenario
 def interrupted_preparing(lab):
     run = lab.fake("model.name=builtin:tiny-random-llama", cache=True)
-    run.until(lambda: any("trainer_env.conversion" in words for words in living(run.mark).values()), "it converts")
+    run.until(lambda: any("trainer_env.conversion" in words for words in run.living().values()), "it converts")
     run.interrupt()
     return run.finish()
 

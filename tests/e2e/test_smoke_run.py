@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import PATIENCE_S, ROOT, TRAIN, TRAINER_PYTHON, living, read_toml, scenario
+from runs import PATIENCE_S, ROOT, TRAIN, TRAINER_PYTHON, read_toml, scenario
 
 STEPS = 4
 FIELDS = [
@@ -42,7 +42,7 @@ def smoke(lab):
     run.addresses = json.loads(connection.read_text())
     run.until(lambda: run.evaluations, "it has evaluated")
     run.modes["sockets"] = stat.S_IMODE(Path(run.addresses["data"].removeprefix("ipc://")).parent.stat().st_mode)
-    run.words = living(run.mark)
+    run.words = run.living()
     return run.finish()
 
 

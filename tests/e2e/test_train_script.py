@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import ROOT, living
+from runs import ROOT
 
 SYSTEM_PYTHON = shutil.which("python3", path=os.defpath) or str(Path(sys.base_prefix) / "bin" / "python3")
 
@@ -75,4 +75,4 @@ def test_check_prints_the_plan_and_starts_nothing(lab):
     assert "--max-lora-rank 16" in said["engine"]
     assert not (lab.folder / "checked").exists()
     assert list(run.cwd.iterdir()) == []
-    assert living(run.mark) == {}
+    assert run.left == {}
