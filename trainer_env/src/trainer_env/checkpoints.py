@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bridge.errors import ConfigError
+
 NEEDED = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
 """Transformers writes a checkpoint in place, in about this order: one that lacks the last was cut short."""
 
@@ -27,6 +29,18 @@ def last_checkpoint(folder: Path) -> Path | None:
     found = [(step_of(path), path) for path in folder.glob("checkpoint-*")]
     step, path = max(found, default=(-1, None), key=lambda item: item[0])
     return path if step > 0 else None
+
+
+def checkpoint_to_resume(folder: Path) -> Path:
+    """The newest whole checkpoint in a folder. Raises ConfigError when there is none to go on from."""
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
+        raise ConfigError(
+            f"There is no whole checkpoint in {folder} to go on from.",
+            why="The run ended before it wrote one: grpo.save_steps says how often it does.",
+            remedy="Start it anew under another name, with grpo.save_steps set.",
+        )
+    return checkpoint
 
 
 def save_adapter(model: Any, folder: Path) -> None:

@@ -39,6 +39,17 @@ class Example(msgspec.Struct, frozen=True):
         return {**self.columns, "prompt": self.prompt, "answer": self.answer}
 
 
+def column_names(examples: Sequence[Example]) -> list[str]:
+    """Every column that any of the examples has, sorted."""
+    return sorted({name for example in examples for name in example.row()})
+
+
+def columns(examples: Sequence[Example], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Examples as columns, which is how TRL and reward functions take them; None where an example lacks one."""
+    rows = [example.row() for example in examples]
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
 class Data(msgspec.Struct, frozen=True):
     """The examples of a run. evaluation is empty when nothing is held out."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from trainer_env.config import EvaluationConfig
-from trainer_env.data import Example
+from trainer_env.data import Example, column_names, columns
 from trainer_env.records import Phase, Sample
 from trainer_env.rewards import Reward, score
 from trainer_env.rollouts import Rollouts
@@ -25,14 +25,12 @@ def evaluate(
     groups = rollouts.sample(prompts, temperature=config.temperature, version=step)
     answers = [group[0] for group in groups]
     texts = [rollouts.decode(answer) for answer in answers]
-    rows = [example.row() for example in examples]
-    columns = {name: [row.get(name) for row in rows] for name in sorted({name for row in rows for name in row})}
-    columns.pop("prompt")
+    known = [name for name in column_names(examples) if name != "prompt"]
     scores = score(
         rewards,
         prompts,
         [_as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
-        **columns,
+        **columns(examples, known),
         completion_ids=[answer.token_ids for answer in answers],
         finish_reason=[answer.finish_reason for answer in answers],
     )

@@ -8,7 +8,7 @@ from threading import Event
 from typing import Any
 
 from bridge.errors import ConfigError
-from trainer_env.checkpoints import last_checkpoint, save_adapter
+from trainer_env.checkpoints import checkpoint_to_resume, save_adapter
 from trainer_env.config import TrainConfig
 from trainer_env.data import Example
 from trainer_env.models import cache_dir
@@ -125,12 +125,7 @@ def run(
     after_step: called with the number of steps taken, once their adapter serves. stop: once set, the step that is being
     taken is the last. Raises ConfigError when there is nothing to resume.
     """
-    checkpoint = last_checkpoint(config.run_dir / "checkpoints") if resume else None
-    if resume and checkpoint is None:
-        raise ConfigError(
-            f"There is no whole checkpoint in {config.run_dir / 'checkpoints'}.",
-            remedy="Start a new run, with grpo.save_steps set.",
-        )
+    checkpoint = checkpoint_to_resume(config.run_dir / "checkpoints") if resume else None
     trainer = build_trainer(
         policy,
         config,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer_env.config import TrainConfig
-from trainer_env.data import Example
+from trainer_env.data import Example, column_names, columns
 
 
 def order(examples: int, prompts: int, *, seed: int, shuffle: bool) -> list[int]:
@@ -41,10 +41,9 @@ def training_rows(config: TrainConfig, examples: Sequence[Example]) -> Any:
     groups = grpo.per_device_train_batch_size * ranks * grpo.generation_steps // grpo.num_generations
     windows = -(-grpo.max_steps * grpo.gradient_accumulation_steps // (grpo.generation_steps * grpo.num_iterations))
     indices = order(len(examples), groups * windows, seed=config.seed, shuffle=grpo.shuffle_dataset)
-    names = sorted({name for example in examples for name in example.row()})
+    names = column_names(examples)
 
     def rows(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
-        found = [examples[index].row() for index in batch["example"]]
-        return {name: [row.get(name) for row in found] for name in names}
+        return columns([examples[index] for index in batch["example"]], names)
 
     return Dataset.from_dict({"example": indices}).with_transform(rows)

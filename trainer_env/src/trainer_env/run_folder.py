@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from bridge.endpoint import private_dir
 from bridge.errors import BridgeError, ConfigError
+from trainer_env.checkpoints import checkpoint_to_resume, step_of
 from trainer_env.config import TrainConfig
 
 
@@ -24,17 +25,7 @@ def step_to_resume(config: TrainConfig, *, resume: bool) -> int | None:
                 remedy=f"Go on with it: --resume {config.run}; or start another one with --run NAME.",
             )
         return None
-    from trainer_env.checkpoints import last_checkpoint, step_of
-
-    folder = config.run_dir / "checkpoints"
-    checkpoint = last_checkpoint(folder)
-    if checkpoint is None:
-        raise ConfigError(
-            f"There is no whole checkpoint in {folder} to go on from.",
-            why="The run ended before it wrote one: grpo.save_steps says how often it does.",
-            remedy="Start it anew under another name, with grpo.save_steps set.",
-        )
-    return step_of(checkpoint)
+    return step_of(checkpoint_to_resume(config.run_dir / "checkpoints"))
 
 
 class RunLock:
