@@ -72,7 +72,7 @@ def test_check_prints_the_plan_and_starts_nothing(lab):
     assert "builtin:arithmetic" in said["data"]
     assert "prompts x" in said["steps"]
     assert said["placement"].split()[1].rstrip(":") in ("cpu", "split", "time-share")
-    assert "--max-lora-rank 16" in said["engine"]
+    assert "--max-lora-rank 8" in said["engine"]
     assert not (lab.folder / "checked").exists()
     assert list(run.cwd.iterdir()) == []
     assert run.left == {}
