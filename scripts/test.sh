@@ -19,7 +19,7 @@ case "$mode" in
     exit 2
     ;;
 esac
-unset PYTHONPATH
+unset PYTHONPATH PYTHONDONTWRITEBYTECODE # Without bytecode each start of torch compiles it anew.
 export HF_HUB_OFFLINE=1 TANDEM_TEST_FULL=$([[ $mode == --full ]] && echo 1 || echo 0)
 
 step() {

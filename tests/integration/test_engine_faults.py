@@ -252,6 +252,31 @@ async def test_sigterm_answers_what_is_in_flight_and_leaves_nothing(tmp_path, mo
         await server.gone()
 
 
+async def test_a_signal_while_the_engine_is_started_again_leaves_nothing(tmp_path, model):
+    async with served(tmp_path, model, fault="dies@1,never-listens@2,has-child") as server:
+        client = await server.client("run")
+        asking = asyncio.create_task(client.ask(generate(PROMPT, deadline_s=600)))
+        await until(lambda: len(server.journal("child")) == 2, "the second life")
+        server.note_family()
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises((EngineFailed, PeerDied)):
+            await asking
+        assert await server.exited() == 0
+        await server.gone()
+
+
+async def test_a_second_signal_does_not_wait_for_a_stubborn_engine(tmp_path, model):
+    async with served(tmp_path, model, fault="ignores-sigterm") as server:
+        server.note_family()
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        await until(lambda: "ending: SIGTERM" in server.log(), "the server to begin its end")
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.exited() == 0
+        assert time.monotonic() - started < 8
+        await server.gone()
+
+
 async def test_the_engine_ends_when_its_gateway_is_killed(tmp_path, model):
     async with served(tmp_path, model, fault="has-child") as server:
         server.note_family()

@@ -231,8 +231,8 @@ async def test_many_groups_at_once_are_each_answered(tmp_path, model):
     async with served(tmp_path, model) as server:
         client = await server.client()
         answers = await asyncio.gather(
-            *(client.ask(generate([5 + i % 300, 6], n=2, max_tokens=1, deadline_s=60)) for i in range(400))
+            *(client.ask(generate([5 + i % 300, 6], n=2, max_tokens=1, deadline_s=60)) for i in range(1500))
         )
-        assert sum(len(answer.completions) for answer in answers) == 800
+        assert sum(len(answer.completions) for answer in answers) == 3000
         status = await client.ask(p.Status())
-        assert (status.requests, status.generated_tokens) == (400, 800)
+        assert (status.requests, status.generated_tokens, status.restarts) == (1500, 3000, 0)

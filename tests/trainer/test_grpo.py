@@ -178,7 +178,7 @@ def test_a_run_that_is_told_to_stop_ends_with_a_checkpoint_and_an_adapter(train)
     done = train("grpo.max_steps=50", stop=stop, after_step=lambda step: stop.set())
     assert not done.outcome.finished
     assert done.outcome.step == 2
-    assert last_checkpoint(done.config.run_dir / "checkpoints").name == "checkpoint-2"
+    assert last_checkpoint(done.config.run_dir / "checkpoints") == done.config.run_dir / "checkpoints" / "checkpoint-2"
     assert (done.outcome.adapter / "adapter_model.safetensors").exists()
 
 

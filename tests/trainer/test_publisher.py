@@ -1,5 +1,6 @@
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +37,10 @@ class Server:
     """Remembers what it was asked."""
 
     def __init__(self, max_lora_rank=64):
-        self.welcome = SimpleNamespace(limits=SimpleNamespace(max_lora_rank=max_lora_rank))
+        self.welcome: Any = SimpleNamespace(limits=SimpleNamespace(max_lora_rank=max_lora_rank))
         self.published = []
 
-    def ask(self, request, buffer=None):
+    def ask(self, request: Any, buffer: Any = None) -> Any:
         self.published.append((request, bytes(buffer)))
         return AdapterLoaded(version=request.version, name="", nbytes=len(buffer), spool_s=0.25, load_s=0.5)
 
@@ -197,10 +198,12 @@ def test_the_same_bytes_twice_are_wrong_only_after_a_step_that_moved(base, learn
 
 
 def test_another_version_in_the_answer_is_an_error(base):
-    server = Server()
-    server.ask = lambda request, buffer=None: AdapterLoaded(version=7, name="", nbytes=1, spool_s=0, load_s=0)
+    class Confused(Server):
+        def ask(self, request, buffer=None):
+            return AdapterLoaded(version=7, name="", nbytes=1, spool_s=0, load_s=0)
+
     with pytest.raises(SyncMismatch, match="loaded version 7"):
-        Publisher(server).publish(8, adapted(base))
+        Publisher(Confused()).publish(8, adapted(base))
 
 
 def test_the_engine_time_is_part_of_the_whole(base):

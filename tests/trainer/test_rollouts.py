@@ -1,6 +1,7 @@
 import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -18,7 +19,7 @@ def tokenizer(tiny):
     return AutoTokenizer.from_pretrained(tiny)
 
 
-def answer(request, version=0, tokens=(7, 8, EOS), logprobs=None, reason="stop"):
+def answer(request, version=0, tokens=(7, 8, EOS), logprobs=None, reason: Any = "stop"):
     values = [-0.5] * len(tokens) if logprobs is None else logprobs
     one = Completion(pack_ids(list(tokens)), pack_logprobs(values), reason)
     return Generated(version=version, completions=(one,) * request.n)
@@ -29,14 +30,14 @@ class Server:
 
     def __init__(self, reply=answer, max_context=512):
         limits = Limits(max_context=max_context, max_lora_rank=8, adapter_slots=2, max_in_flight=8)
-        self.welcome = SimpleNamespace(limits=limits, log_path="/log")
+        self.welcome: Any = SimpleNamespace(limits=limits, log_path="/log")
         self.reply = reply
         self.requests = []
-        self.futures = []
+        self.futures: list[Future[Any]] = []
 
-    def submit(self, request, buffer=None):
+    def submit(self, request: Any, buffer: Any = None) -> Future[Any]:
         self.requests.append(request)
-        future = Future()
+        future: Future[Any] = Future()
         self.futures.append(future)
         try:
             reply = self.reply(request)

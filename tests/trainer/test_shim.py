@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,22 +25,23 @@ def test_a_trainer_that_ignores_rollout_func_is_found_out_at_once():
             return {"completion_ids": torch.zeros(1, 1)}
 
     trainer = trl_shim.using_sampling_logprobs(Ignores)()
-    trainer.use_rollouts(SimpleNamespace(calls=0, batches=[]), Agreement(), lambda: None)
+    trainer.use_rollouts(SimpleNamespace(calls=0), Agreement(), lambda: None)
     with pytest.raises(SyncMismatch, match="without calling rollout_func"):
         trainer._generate_and_score_completions([])
 
 
 def test_a_step_without_a_rollout_is_an_error():
+    nothing: Any = SimpleNamespace(calls=0, global_step=1)
     report = StepReport(
-        model=None,
-        rollouts=SimpleNamespace(calls=0),
-        publisher=None,
+        model=nothing,
+        rollouts=nothing,
+        publisher=nothing,
         agreement=Agreement(),
-        scoring=None,
-        tracker=None,
+        scoring=nothing,
+        tracker=nothing,
     )
     with pytest.raises(SyncMismatch, match="without calling rollout_func"):
-        report.on_step_end(None, SimpleNamespace(global_step=1), SimpleNamespace())
+        report.on_step_end(None, nothing, nothing)
 
 
 def test_trl_ignores_sampling_logprobs_without_the_shim(train, tiny, monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, Self, TypeVar
@@ -26,6 +27,7 @@ class BlockingClient:
         self._client: BridgeClient | None = None
         self._lock = threading.Lock()  # Nothing is handed to the loop once it was told to end.
         self._closed = False
+        self._pid = os.getpid()
         self._end = asyncio.Event()
         self._thread = threading.Thread(target=self._live, name="tandem-bridge", daemon=True)
         self._thread.start()
@@ -69,6 +71,8 @@ class BlockingClient:
     def close(self) -> None:
         """Let go of the server and end the thread; open calls raise PeerDied. A second call does nothing."""
         assert threading.current_thread() is not self._thread, "on_event must not close the client"
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -83,10 +87,10 @@ class BlockingClient:
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         with self._lock:
-            if not self._closed:
+            if not self._closed and os.getpid() == self._pid:  # A fork has no thread that would answer.
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
-        raise PeerDied("The client was closed.")
+        raise PeerDied("The client was closed, or was connected before a fork.")
 
     def _live(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

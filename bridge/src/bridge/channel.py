@@ -6,14 +6,14 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from bridge import protocol as p
-from bridge.endpoint import Connection
+from bridge.endpoint import IO_THREAD, Connection
 from bridge.errors import BridgeError, ConfigError, Failure, PeerDied, ProtocolMismatch, Refused, from_failure
 from bridge.security import KeyPair, authenticate
 
@@ -32,6 +32,7 @@ EVENTS = (
     | zmq.EVENT_DISCONNECTED
 )
 
+Kind = Literal["data", "control"]
 OnEvent = Callable[[p.Event], None]
 
 
@@ -51,25 +52,25 @@ class Channel:
         self,
         context: zmq.asyncio.Context,
         name: bytes,
+        kind: Kind,
         connection: Connection,
-        address: str,
         *,
-        max_bytes: int,
         on_event: OnEvent,
         on_return: Callable[[], None],
     ) -> None:
-        self.address = address
+        self.address = address = connection.data if kind == "data" else connection.control
         self.connected = asyncio.Event()
         self.was_connected = False
         self._name = name
         self._sequence = 0
-        self._max_bytes = max_bytes
+        self._max_bytes = p.MAX_DATA_BYTES if kind == "data" else p.MAX_CONTROL_BYTES
         self._pending: dict[bytes, _Pending] = {}
         self._failure: BridgeError | None = None
         self._failed = asyncio.Event()
         self._on_event = on_event
         self._on_return = on_return
         self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.AFFINITY, IO_THREAD[kind])
         self._socket.setsockopt(zmq.IDENTITY, name)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # BridgeClient bounds what is in flight.
@@ -79,6 +80,7 @@ class Channel:
         if address.startswith("tcp://"):
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)  # So that the server forgets a dead host.
         own = KeyPair(connection.client_public, connection.client_secret)
         authenticate(self._socket, address, connection.server_key, own)
         self._monitor = self._socket.get_monitor_socket(EVENTS)
@@ -208,8 +210,8 @@ class Channel:
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     self.fail(self._refused("does not accept this kind of connection"))
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                    broken += 1  # Once in a while this is a server that is just going down.
-                    if broken == MAX_BROKEN_HANDSHAKES:
+                    broken += 1  # Once or twice, this is a server that is just coming up or going down.
+                    if broken == MAX_BROKEN_HANDSHAKES and not self.was_connected:
                         self.fail(self._refused("closes every connection before the handshake is over"))
 
     def _refused(self, what: str) -> Refused:

@@ -5,7 +5,7 @@ import logging
 import os
 import random
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ import zmq.asyncio
 from bridge import guard
 from bridge import protocol as p
 from bridge.channel import Channel, OnEvent
-from bridge.endpoint import Connection
+from bridge.endpoint import IO_THREAD, Connection
 from bridge.errors import BridgeError, Busy, PeerDied, ProtocolMismatch, Refused, Timeout
 from bridge.process import log_tail
 
@@ -42,7 +42,7 @@ class BridgeClient:
 
     def __init__(self, connection: Connection, on_event: OnEvent | None = None) -> None:
         self.connection = connection
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.asyncio.Context(io_threads=len(IO_THREAD))
         self._name = _client_name()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -51,8 +51,10 @@ class BridgeClient:
         self._subscribes = on_event is not None
         handle = on_event or (lambda _: None)
         try:
-            self._data = self._channel(connection.data, p.MAX_DATA_BYTES, handle, lambda: None)
-            self._control = self._channel(connection.control, p.MAX_CONTROL_BYTES, handle, self._returned)
+            self._data = Channel(self._context, self._name, "data", connection, on_event=handle, on_return=lambda: None)
+            self._control = Channel(
+                self._context, self._name, "control", connection, on_event=handle, on_return=self._returned
+            )
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -127,17 +129,6 @@ class BridgeClient:
         await self._data.close()
         await self._control.close()
         await asyncio.to_thread(self._context.destroy, 0)  # Blocks until the last words are out.
-
-    def _channel(self, address: str, max_bytes: int, on_event: OnEvent, on_return: Callable[[], None]) -> Channel:
-        return Channel(
-            self._context,
-            self._name,
-            self.connection,
-            address,
-            max_bytes=max_bytes,
-            on_event=on_event,
-            on_return=on_return,
-        )
 
     async def _ask_until_free(
         self, channel: Channel, request: p.Request, buffer: bytes | memoryview | None, until: float

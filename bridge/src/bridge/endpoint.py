@@ -13,6 +13,9 @@ from bridge.errors import ConfigError, PeerDied
 MAX_IPC_PATH = 107
 """Bytes of a Unix socket path on Linux (sockaddr_un holds 108 with the closing zero)."""
 
+IO_THREAD = {"data": 0b01, "control": 0b10}
+"""The zmq thread of each socket: encrypting an adapter takes a second in which its thread does nothing else."""
+
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client needs to reach a server. Holds secrets on tcp: the file is 0600."""

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from bridge import protocol as p
-from bridge.endpoint import refuse_live_owner
+from bridge.endpoint import IO_THREAD, refuse_live_owner
 from bridge.errors import (
     BridgeError,
     Busy,
@@ -79,7 +79,7 @@ class BridgeServer:
         self.dropped_frames = 0
         self._handler = handler
         self._limits = limits or BridgeLimits()
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.asyncio.Context(io_threads=len(IO_THREAD))
         self._gatekeeper = Gatekeeper(self._context, keys)
         self._sockets: dict[str, _Socket] = {}
         self._subscribers: set[bytes] = set()
@@ -131,6 +131,7 @@ class BridgeServer:
         refuse_live_owner(address)
         socket = self._context.socket(zmq.ROUTER)
         self._sockets[name] = owner = _Socket(name, socket, accepts, ReplyStore(self._limits.reply_bytes))
+        socket.setsockopt(zmq.AFFINITY, IO_THREAD[name])
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)

@@ -80,6 +80,7 @@ class Adapters:
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _room: asyncio.Event = field(default_factory=asyncio.Event)
     _any_next: bool = True
+    _epoch: int = 0
     _names: set[str] = field(default_factory=set)
     _to_delete: list[Path] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -152,12 +153,15 @@ class Adapters:
                 alias_of=self.newest,
             )
             return self._switch(Version(request.version, newest, answer))
+        epoch = self._epoch
         await self._until_there_is_room()
         started = time.monotonic()
         adapter = await asyncio.to_thread(self._spool, self._new_name(request.version), request, data)
         spooled = time.monotonic()
         try:
             await self.supervisor.call(lambda engine: self._load(engine, adapter))
+            if epoch != self._epoch:
+                raise StaleVersion(f"Another trainer took over while version {request.version} was loaded.")
         except BaseException:
             self._drop(adapter)
             raise
@@ -204,6 +208,7 @@ class Adapters:
 
     def new_epoch(self, *, same_run: bool) -> None:
         """Another trainer took over: its first version may be any. Versions of another run are no longer served."""
+        self._epoch += 1
         self._any_next = True
         if not same_run:
             self.newest = 0
@@ -212,6 +217,8 @@ class Adapters:
     async def engine_started(self, engine: Engine) -> None:
         """Load everything that is live into an engine that has just started. Raises EngineFailed, EngineGone."""
         for adapter in {v.adapter for v in self._all() if v.adapter}:
+            if not adapter.users:
+                continue  # Retired while another one was loaded.
             try:
                 await self._load(engine, adapter)
             except Refused as error:

@@ -41,6 +41,7 @@ class Engine(Protocol):
     name: str
     installed_version: str
     """As installed; the running one is in EngineFacts."""
+    model: str
     max_lora_rank: int
     adapter_slots: int
 

@@ -1,5 +1,8 @@
 """What asking an engine over HTTP has in common: the connection, what a status code means, what an answer must hold."""
 
+import asyncio
+import errno
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,6 +15,12 @@ from server_env.engine import EngineGone
 
 KEEP_ALIVE_S = 15.0
 """How long an unused connection is kept: below what the engines do."""
+
+QUEUE_FULL = (errno.EAGAIN, errno.EINVAL, errno.ENOTCONN)
+"""How connecting to a Unix socket fails when too many others are about to be accepted. asyncio takes the EAGAIN for a
+connection in progress, and finds out at its first use."""
+
+QUEUE_FULL_PAUSE_S = 0.02
 
 _FINISH: dict[str | None, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 _encode = msgspec.json.Encoder().encode
@@ -106,11 +115,17 @@ class EngineHttp:
         self, method: str, route: str, body: bytes | None, headers: Mapping[str, str] | None
     ) -> tuple[int, bytes]:
         typed = {} if body is None else {"Content-Type": "application/json"}
-        try:
-            async with self.session().request(method, route, data=body, headers={**typed, **(headers or {})}) as answer:
-                return answer.status, await answer.read()
-        except (aiohttp.ClientError, ConnectionError, FileNotFoundError) as error:
-            raise EngineGone(f"{method} {route}: {error!r}") from error
+        sent = {**typed, **(headers or {})}
+        while True:
+            try:
+                async with self.session().request(method, route, data=body, headers=sent) as answer:
+                    return answer.status, await answer.read()
+            except aiohttp.ClientConnectorError as error:
+                if error.os_error.errno not in QUEUE_FULL:
+                    raise EngineGone(f"{method} {route}: {error!r}") from error
+                await asyncio.sleep(random.uniform(0.5, 1.5) * QUEUE_FULL_PAUSE_S)  # noqa: S311 (spreads retries)
+            except (aiohttp.ClientError, ConnectionError) as error:
+                raise EngineGone(f"{method} {route}: {error!r}") from error
 
 
 def _message(body: bytes) -> str:

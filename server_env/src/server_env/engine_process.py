@@ -42,6 +42,7 @@ class EngineProcess:
         self._cache = cache
         self._environment = environment
         self._process: GuardedProcess | None = None
+        self._hurried = False
         self._log_start = 0
 
     @property
@@ -116,9 +117,14 @@ class EngineProcess:
         await self.engine.close()
         if process is None:
             return "gone"
-        rung = await process.stop(term_s, KILL_S)
+        rung = await process.stop(0 if self._hurried else term_s, KILL_S)
         log.info("the engine (life %d) is gone: %s", life, rung)
         return rung
+
+    async def hurry(self) -> None:
+        """Kill it now, and whatever is stopped from here on."""
+        self._hurried = True
+        await self.stop()
 
     def failure(self, what: str, remedy: str = "") -> EngineFailed:
         """An EngineFailed about this life, with the cause that its log names."""

@@ -6,6 +6,7 @@ import fcntl
 import importlib.metadata
 import logging
 import os
+import resource
 import signal
 import uuid
 from pathlib import Path
@@ -72,10 +73,12 @@ class Gateway:
         self._stack = stack
         _own(run_dir, stack)
         self._uuid = uuid.uuid4().hex
+        self._hurry: asyncio.Task[None] | None = None
+        _allow_many_connections()
         self._service = Service(file, server_uuid=self._uuid, log_path=str(run_dir / "server.log"))
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):  # Before anything is made that a signal could leave behind.
-            loop.add_signal_handler(signum, self._service.end, signal.Signals(signum).name)
+            loop.add_signal_handler(signum, self._on_signal, signal.Signals(signum).name)
         engine = make_engine(file)
         scratch = Scratch(self._uuid)
         stack.callback(scratch.remove)
@@ -84,7 +87,7 @@ class Gateway:
         spool = Spool(scratch.spool(file.server.spool_dir, run_dir))
         stack.callback(spool.remove)
         self._scratch = scratch.path
-        process = EngineProcess(
+        self._process = EngineProcess(
             engine,
             device=device_of(file),
             scratch=scratch.path,
@@ -93,7 +96,7 @@ class Gateway:
             environment=os.environ,
         )
         self._supervisor = Supervisor(
-            process,
+            self._process,
             self._service,
             startup_timeout_s=file.server.startup_timeout_s,
             stall_timeout_s=file.server.stall_timeout_s,
@@ -104,10 +107,16 @@ class Gateway:
             held=file.server.held,
             load_timeout_s=file.server.load_timeout_s,
         )
-        self._adapters = Adapters(self._supervisor, spool, BaseModel.read(file.server.model), limits)
+        self._adapters = Adapters(self._supervisor, spool, BaseModel.read(engine.model), limits)
         self._service.supervisor = self._supervisor
         self._service.adapters = self._adapters
         self._service.sleeper = Sleeper(self._supervisor)
+
+    def _on_signal(self, name: str) -> None:
+        """The first signal ends the server; another one means now."""
+        if self._service.ended.is_set() and self._hurry is None:
+            self._hurry = asyncio.create_task(self._process.hurry())
+        self._service.end(name)
 
     async def run(self) -> str:
         """Start, serve, end."""
@@ -190,6 +199,12 @@ class Gateway:
         while True:
             await asyncio.sleep(STATS_S)
             bridge.push(Stats(pulse=self._service.pulse()))
+
+
+def _allow_many_connections() -> None:
+    """A connection a request needs more open files than the usual soft limit of 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _own(run_dir: Path, stack: contextlib.AsyncExitStack) -> None:

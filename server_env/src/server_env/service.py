@@ -173,7 +173,7 @@ class Service:
             server_uuid=self._uuid,
             engine=engine.name,
             engine_version=facts.version,
-            model=self._file.server.model,
+            model=engine.model,
             capabilities=tuple(sorted(facts.capabilities)),
             limits=p.Limits(
                 max_context=facts.max_context,

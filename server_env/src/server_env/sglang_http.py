@@ -111,12 +111,13 @@ class SGLang:
     ) -> None:
         self.installed_version = installed.version if installed else flags.installed_version(sglang.DISTRIBUTIONS)
         self.options = sglang.resolve(server, native, device)
+        self.model = self.options.model_path or ""
         self.max_lora_rank = self.options.max_lora_rank or 0
         self.adapter_slots = (self.options.max_loras_per_batch or 1) - 1
         self.adapters_held = self.options.max_loaded_loras or 0
         self._server = server
         self._device = device
-        self._vocab_size = BaseModel.read(self.options.model_path or "").vocab_size
+        self._vocab_size = BaseModel.read(self.model).vocab_size
         self._program = sglang.command(server.engine_command)
         self._arguments = sglang.arguments(self.options, installed)
         self._http = EngineHttp("SGLang", "/health")

@@ -93,6 +93,7 @@ class VLLM:
     ) -> None:
         self.installed_version = installed.version if installed else flags.installed_version(vllm.DISTRIBUTIONS)
         self.options = vllm.resolve(server, native, device, installed)
+        self.model = self.options.model or ""
         self.max_lora_rank = self.options.max_lora_rank or 0
         self.adapter_slots = self.options.max_loras or 0
         self.adapters_held = self.options.max_cpu_loras or 0

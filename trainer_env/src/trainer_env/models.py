@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from bridge.errors import ConfigError
+from trainer_env.hub import go_offline_unless_reachable
 
 PREFIX = "builtin:"
 BUILTIN = ("smollm2-135m-instruct", "tiny-random-llama")
@@ -58,6 +59,7 @@ def resolve(model: str) -> str:
 
 def _require_on_hub(model: str) -> None:
     """Fetch the model's config, which is small: fails here, in words, rather than inside the engine."""
+    offline = go_offline_unless_reachable()
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -66,7 +68,7 @@ def _require_on_hub(model: str) -> None:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"The model {model!r} is neither a folder here nor a model that the hub gives us.",
-            why=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            why=offline or (str(error).strip() or type(error).__name__).splitlines()[0],
             remedy=f"Check the name and the network, log in for a gated model, or use {PREFIX}{BUILTIN[0]}.",
         ) from error
 

@@ -7,20 +7,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from bridge.errors import Refused, StaleVersion, SyncMismatch
+from bridge.errors import BridgeError, Refused, StaleVersion, SyncMismatch
 from bridge.protocol import AdapterLoaded, PublishAdapter, Request, Welcome
 
 if TYPE_CHECKING:
-    # Imported late at run time: Unsloth patches peft, and wants to be imported first.
+    # Imported late at run time: what a run sets for torch and patches in peft comes first (grpo.import_unsloth).
+    import torch
     from peft import LoraConfig
 
 ADAPTER = "default"
 """The trained adapter. With beta > 0 TRL adds a frozen one beside it, which is never sent."""
 
-_DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
-"""What `publish_dtype` is for torch, and in a safetensors header."""
+_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16"}
 
 _PLAIN: dict[str, tuple[object, ...]] = {
     "use_dora": (False,),
@@ -112,7 +110,12 @@ class Publisher:
             adapter_config=packed.adapter_config,
             deadline_s=self._timeout_s,
         )
-        loaded: AdapterLoaded = self._server.ask(request, packed.payload)
+        try:
+            loaded: AdapterLoaded = self._server.ask(request, packed.payload)
+        except BridgeError as error:
+            error.what = f"Adapter version {version} does not serve: {error.what}"
+            error.log_path = error.log_path or self._server.welcome.log_path
+            raise
         if loaded.version != version:
             raise SyncMismatch(
                 f"Adapter version {version} was published, and the server loaded version {loaded.version}."
@@ -146,15 +149,17 @@ def pack(model: Any, *, max_rank: int = 0, dtype: str = "float32") -> Packed:
     All tensors are joined on their device and come to the host in one copy: hundreds of small ones cost far more on a
     GPU. max_rank: the server's limit, 0 for none. Raises Refused, naming what the server cannot represent.
     """
+    import torch
+
     config: LoraConfig = model.peft_config[ADAPTER]
     _refuse_what_engines_drop(config, max_rank)
-    torch_dtype, tag = _DTYPES[dtype]
+    torch_dtype: torch.dtype = getattr(torch, dtype)
     tensors = _tensors(model)
     header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * torch_dtype.itemsize
-        header[name] = {"dtype": tag, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -197,7 +202,7 @@ def _adapter_config(config: "LoraConfig") -> dict[str, object]:
     }
 
 
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
+def _tensors(model: Any) -> "dict[str, torch.Tensor]":
     """The trained adapter's tensors by PEFT's names, in their order: the same weights are the same bytes."""
     from peft.utils.save_and_load import get_peft_model_state_dict
 

@@ -58,7 +58,7 @@ class ServerProcess:
         self.log_path = run_dir / "server.log"
         self._program = environment_folder(backend) / "bin" / "tandem-server"
         self._backend = backend
-        self._environment = {**os.environ, **environment}
+        self._environment = environment
         self._child: subprocess.Popen[bytes] | None = None
         self._family: list[int] = []
 
@@ -73,7 +73,7 @@ class ServerProcess:
         try:
             done = subprocess.run(
                 [*self._command(), "--check"],
-                env=self._environment,
+                env={**os.environ, **self._environment},
                 capture_output=True,
                 text=True,
                 timeout=CHECK_TIMEOUT_S,
@@ -137,7 +137,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment,
+                env={**os.environ, **self._environment},
                 start_new_session=True,
             )
 

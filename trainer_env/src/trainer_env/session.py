@@ -85,7 +85,8 @@ class Session:
             try:
                 return server.check()
             except ConfigError as error:
-                error.what = error.what.replace(str(path), self._source)  # The file that the reader knows.
+                what = error.what.replace(f"{path}: ", "")
+                error.what = f"{self._source}: {what}"  # The file that the reader knows.
                 raise
 
     def start(self) -> None:
@@ -97,7 +98,6 @@ class Session:
         run_dir = self.config.run_dir
         step_to_resume(self.config, resume=self._resume)
         self.check()
-        os.environ.update(self.placement.trainer_environment())
         self._model = models.resolve(self.config.model.name)
         with needing_room(self.config):
             self._lock = RunLock(self.config)
@@ -156,6 +156,7 @@ class Session:
 
     def load_policy(self) -> None:
         """Load the base model under a fresh adapter."""
+        os.environ.update(self.placement.trainer_environment())  # Read by torch and CUDA as they are imported.
         with self._phase(), self._timed("the trainer's model is loaded"), self._quietly():
             from trainer_env import grpo
 
@@ -282,12 +283,16 @@ class Session:
     def _phase(self) -> Iterator[None]:
         """A part of the run that needs the server: if that is gone, say why.
 
-        Libraries catch more than they should, a KeyboardInterrupt among it: it is raised again when they are left.
+        Libraries catch a KeyboardInterrupt, go on, or make another error of it: here it is one again.
         """
         try:
             yield
-        except PeerDied as error:
-            raise (error if self._server.alive else self._server.died()) from None
+        except Exception as error:
+            if self._ending:
+                raise KeyboardInterrupt from error
+            if isinstance(error, PeerDied) and not self._server.alive:
+                raise self._server.died() from None
+            raise
         if self._ending:
             raise KeyboardInterrupt
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from bridge.errors import ConfigError
 from bridge.settings import nearest
+from trainer_env.hub import go_offline_unless_reachable
 
 Row = dict[str, Any]
 
@@ -119,6 +120,7 @@ _READERS: Mapping[str, Callable[[Path], list[Row]]] = {".jsonl": _jsonl, ".csv":
 
 
 def _hub(name: str, subset: str, split: str) -> list[Row]:
+    offline = go_offline_unless_reachable()
     # Four seconds to import, so only for those who need it.
     import datasets
 
@@ -128,7 +130,8 @@ def _hub(name: str, subset: str, split: str) -> list[Row]:
         # Missing dataset, subset or split, no network, no permission: the hub's own first line says which.
         raise ConfigError(
             f"data.source {name!r} cannot be loaded: {str(error).splitlines()[0]}",
-            why="It is neither a file here nor a dataset that the Hugging Face hub, or its local cache, has.",
+            why=offline
+            or "It is neither a file here nor a dataset that the Hugging Face hub, or its local cache, has.",
             remedy="Check data.source, data.subset and data.split, and the network.",
         ) from error
     return [dict(row) for row in dataset]

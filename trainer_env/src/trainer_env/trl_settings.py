@@ -17,8 +17,8 @@ def trl_settings(
 ) -> dict[str, Any]:
     """Keyword arguments for GRPOConfig, grpo.extra among them.
 
-    reward_weights: one a reward function, in their order. known: the names that GRPOConfig takes. Raises ConfigError for
-    an extra setting that GRPOConfig does not know, or that a run relies on.
+    reward_weights: one a reward function, in their order. known: the names that GRPOConfig takes. Raises ConfigError
+    for an extra setting that GRPOConfig does not know, or that a run relies on.
     """
     settings = _settings(config, reward_weights, on_gpu=on_gpu)
     for name in config.grpo.extra:

@@ -1,0 +1,54 @@
+"""Without a network the Hugging Face libraries are told so before they try."""
+
+import os
+import socket
+
+import pytest
+
+from trainer_env.hub import go_offline_unless_reachable
+
+
+@pytest.fixture
+def listener():
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        it.listen()
+        yield it
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def endpoint(monkeypatch, listener):
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+
+def test_a_hub_that_answers_is_asked(monkeypatch, listener):
+    endpoint(monkeypatch, listener)
+    assert go_offline_unless_reachable() == ""
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+
+
+def test_a_hub_that_nobody_reaches_is_not_asked(monkeypatch, listener):
+    endpoint(monkeypatch, listener)
+    listener.close()
+    assert "127.0.0.1 cannot be reached: Connection refused" in go_offline_unless_reachable()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_proxy_is_left_to_find_the_hub(monkeypatch, listener):
+    endpoint(monkeypatch, listener)
+    listener.close()
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
+    monkeypatch.setenv("no_proxy", "")
+    assert go_offline_unless_reachable() == ""
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+
+
+def test_who_is_offline_on_purpose_is_told_so(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in go_offline_unless_reachable()

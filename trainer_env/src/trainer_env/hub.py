@@ -1,0 +1,30 @@
+"""Without a network, go offline at once: the Hugging Face libraries try for half a minute first, for each file."""
+
+import os
+import socket
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+PATIENCE_S = 5.0
+
+
+def go_offline_unless_reachable() -> str:
+    """Set HF_HUB_OFFLINE for this process and its children when the hub cannot be reached; why, or an empty string.
+
+    To be called before a Hugging Face library is imported: each reads that variable once. What is in their caches is
+    found in either case.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "HF_HUB_OFFLINE is set, so that only what is in the local cache is found."
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    host = endpoint.hostname or ""
+    if endpoint.scheme in getproxies() and not proxy_bypass(host):
+        return ""  # Whoever answers for the hub is not to be found by its name.
+    try:
+        socket.create_connection(
+            (host, endpoint.port or (443 if endpoint.scheme == "https" else 80)), PATIENCE_S
+        ).close()
+    except OSError as error:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return f"{host} cannot be reached: {error.strerror or error}."
+    return ""
