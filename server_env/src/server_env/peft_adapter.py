@@ -41,11 +41,15 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What a model folder's config.json says, as far as adapters can be held against it. Shapes are (in, out)."""
+    """What a model folder's config.json says; 0 and None where it does not. Shapes are (in, out).
+
+    kv_values: numbers that the KV cache holds for one token.
+    """
 
     vocab_size: int = 0
     layers: int = 0
     projections: Mapping[str, tuple[int, int]] | None = None
+    kv_values: int = 0
 
     @classmethod
     def read(cls, model: str) -> "BaseModel":
@@ -56,7 +60,9 @@ class BaseModel:
         config = json.loads(path.read_text(encoding="utf-8"))
         text = {**config, **config.get("text_config", {})}
         vocab_size, layers = int(text.get("vocab_size") or 0), int(text.get("num_hidden_layers") or 0)
-        return cls(vocab_size, layers, _projections(text) if config.get("model_type") in _DENSE else None)
+        projections = _projections(text) if config.get("model_type") in _DENSE else None
+        kv_values = 2 * layers * projections["k_proj"][1] if projections else 0
+        return cls(vocab_size, layers, projections, kv_values)
 
 
 def _projections(config: Mapping[str, Any]) -> dict[str, tuple[int, int]] | None:

@@ -30,6 +30,12 @@ KV_CACHE = {"tags": ["kv_cache"]}
 TOKEN_COUNTERS = ("sglang:realtime_tokens_total", "sglang:prompt_tokens_total", "sglang:generation_tokens_total")
 """The first grows at every step; the others when a request ends, and are all that older versions have."""
 
+FLAT_TEMPERATURE = 1e6
+"""At which all tokens are as likely, whatever the model thinks."""
+
+DETERMINISTIC = "--enable-deterministic-inference"
+"""Without it SGLang takes a request's seed and does not use it."""
+
 ABORT_TIMEOUT_S = 5.0
 SHARED_PREFIX_TOKENS = 64
 """A group's prompt of so many tokens is read once, ahead of its samples, rather than by each of them."""
@@ -158,7 +164,7 @@ class SGLang:
         await self._http.require(NEEDED_ROUTES, version)
         models = _models.decode(await self._http.get("/v1/models")).data
         self._max_context = next((m.max_model_len for m in models if m.max_model_len), 0)
-        await self.generate("", PROBE_PROMPT, 1, Sampling(max_tokens=1, ignore_eos=True))
+        await self._check_logprobs(version)
         can_sleep = bool(self.options.enable_memory_saver) and all([await self._http.has(r) for r in SLEEP_ROUTES])
         return EngineFacts(
             version=version,
@@ -166,11 +172,28 @@ class SGLang:
             capabilities=frozenset({"lora", "score", *(["sleep"] if can_sleep else [])}),
         )
 
+    async def _check_logprobs(self, version: str) -> None:
+        """Sampled from a flat distribution, all tokens have the same logprob."""
+        sampling = Sampling(max_tokens=4, temperature=FLAT_TEMPERATURE, ignore_eos=True)
+        (completion,) = await self.generate("", PROBE_PROMPT, 1, sampling)
+        found = memoryview(completion.logprobs).cast("f").tolist()
+        if max(found) - min(found) > 1e-2:
+            raise EngineFailed(
+                f"SGLang {version} reports logprobs of another distribution than it samples from.",
+                why="SGLANG_RETURN_ORIGINAL_LOGPROB is set, or this version leaves the temperature out.",
+                remedy=f"Unset it. {self._http.other_version}",
+            )
+
     async def generate(self, adapter: str, prompt: Sequence[int], n: int, sampling: Sampling) -> tuple[Completion, ...]:
         """N completions of one prompt, with logprobs at the sampling temperature.
 
         Where top_k, top_p or min_p cut the distribution, those are asked for that SGLang reports of what was left.
         """
+        if sampling.seed is not None and DETERMINISTIC not in self.options.extra_args:
+            raise Refused(
+                "SGLang does not use a request's seed as it was started.",
+                remedy=f'Leave the seed out, or set sglang.extra_args = ["{DETERMINISTIC}"].',
+            )
         if n > 1 and len(prompt) >= SHARED_PREFIX_TOKENS and not self.options.disable_radix_cache:
             await self._ask(adapter, prompt, [_Sampling(max_new_tokens=0, temperature=1.0)])
         cut = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0

@@ -13,7 +13,7 @@ from typing import Any
 __version__ = "0.0.0"
 
 
-def assign_req_to_token_pool_cpu(
+def assign_req_to_token_pool_cpu(  # noqa: PLR0917 (SGLang calls it so)
     req_pool_indices: Any, req_to_token: Any, start: Any, end: Any, out_cache_loc: Any, pool_len: int
 ) -> None:
     """Write consecutive slices of out_cache_loc into rows of req_to_token, each from its start to its end."""
