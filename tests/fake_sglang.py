@@ -35,11 +35,9 @@ async def generate(request: web.Request) -> web.Response:
     ask = json.loads(await request.read())
     adapter = ask.get("lora_path") or ""
     for prompt, sampling in zip(ask["input_ids"], ask["sampling_params"], strict=True):
-        if not prompt:
-            return error(400, "input_ids cannot be empty.")
         if len(prompt) >= fake.max_context or len(prompt) + sampling["max_new_tokens"] > fake.max_context:
             return error(400, "Requested token count exceeds the model's maximum context length.")
-        if min(prompt) < 0 or max(prompt) >= VOCAB:
+        if not prompt or min(prompt) < 0 or max(prompt) >= VOCAB:
             os._exit(1)
     if adapter and adapter not in fake.adapters:
         if adapter not in fake.paths:

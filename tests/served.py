@@ -210,6 +210,7 @@ def tiny_model(folder: Path) -> Path:
                 "num_key_value_heads": 2,
                 "head_dim": 32,
                 "vocab_size": 512,
+                "max_position_embeddings": 1024,
             }
         )
     )

@@ -104,8 +104,8 @@ async def test_completions_have_ids_logprobs_and_a_finish_reason(engine):
 
 
 async def test_greedy_sampling_repeats(engine):
-    first, second = [await engine.generate("", PROMPT, 2, Sampling(max_tokens=5, temperature=0)) for _ in range(2)]
-    assert len({found.token_ids for found in (*first, *second)}) == 1
+    first, second = [await engine.generate("", PROMPT, 1, Sampling(max_tokens=5, temperature=0)) for _ in range(2)]
+    assert first[0].token_ids == second[0].token_ids
 
 
 async def test_a_seed_is_used_or_refused(engine):

@@ -22,7 +22,9 @@ from server_env.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-UNLOAD_TIMEOUT_S = 30.0
+UNLOAD_TIMEOUT_S = 15.0
+"""No request of ours is in flight under an adapter that is unloaded. An engine that waits for one all the same has lost
+count, and SGLang loads nothing meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -305,8 +307,11 @@ class Adapters:
     async def _unload(self, adapter: Loaded) -> None:
         if self.supervisor.state != "ready":
             return  # The next life of the engine never hears of it.
+        life = self.supervisor.life
         try:
-            async with asyncio.timeout(UNLOAD_TIMEOUT_S):
+            async with asyncio.timeout(min(UNLOAD_TIMEOUT_S, self.limits.load_timeout_s)):
                 await self.supervisor.engine.unload_adapter(adapter.name)
-        except (BridgeError, EngineGone, TimeoutError) as error:
+        except TimeoutError:
+            await self.supervisor.replace(life, f"adapter {adapter.name} cannot be unloaded")
+        except (BridgeError, EngineGone) as error:
             log.warning("adapter %s was not unloaded: %r", adapter.name, error)

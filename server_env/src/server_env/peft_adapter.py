@@ -43,13 +43,14 @@ class _Tensor(msgspec.Struct, frozen=True):
 class BaseModel:
     """What a model folder's config.json says; 0 and None where it does not. Shapes are (in, out).
 
-    kv_values: numbers that the KV cache holds for one token.
+    kv_values: numbers that the KV cache holds for one token. max_context: tokens that the model was made for.
     """
 
     vocab_size: int = 0
     layers: int = 0
     projections: Mapping[str, tuple[int, int]] | None = None
     kv_values: int = 0
+    max_context: int = 0
 
     @classmethod
     def read(cls, model: str) -> "BaseModel":
@@ -62,7 +63,8 @@ class BaseModel:
         vocab_size, layers = int(text.get("vocab_size") or 0), int(text.get("num_hidden_layers") or 0)
         projections = _projections(text) if config.get("model_type") in _DENSE else None
         kv_values = 2 * layers * projections["k_proj"][1] if projections else 0
-        return cls(vocab_size, layers, projections, kv_values)
+        max_context = int(text.get("max_position_embeddings") or 0)
+        return cls(vocab_size, layers, projections, kv_values, max_context)
 
 
 def _projections(config: Mapping[str, Any]) -> dict[str, tuple[int, int]] | None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 DISTRIBUTIONS = ("sglang",)
 RESERVED = ("--config", "--host", "--port", "--api-key", "--admin-api-key", "--device")
 
+SPARE_CONTEXT = 6
+"""SGLang refuses a prompt that comes so near to the end of its context, and stops some tokens before it."""
+
 CPU_STAND_INS = Path(__file__).with_name("sglang_cpu")
 """On PYTHONPATH of a CPU run only: see sitecustomize.py there."""
 
@@ -113,13 +116,14 @@ def resolve(server: "ServerConfig", native: SGLangConfig, device: str) -> SGLang
 
     Raises ConfigError for a choice that training with it would not survive.
     """
+    base = BaseModel.read(native.model_path or server.model)
     intents: dict[str, Any] = {
         "model_path": server.model,
         "tokenizer_path": server.tokenizer or None,
         "trust_remote_code": server.trust_remote_code or None,
         "dtype": server.dtype,
         "random_seed": server.seed,
-        "context_length": server.context_length,
+        "context_length": _context(server.context_length, base),
         "max_running_requests": server.max_sequences,
         "disable_radix_cache": None if server.prefix_cache else True,
         "chunked_prefill_size": None if server.chunked_prefill else -1,
@@ -144,19 +148,23 @@ def resolve(server: "ServerConfig", native: SGLangConfig, device: str) -> SGLang
             "sampling_backend": "pytorch",
             "lora_backend": "torch_native",
             "disable_overlap_schedule": True,
-            "max_total_tokens": _cpu_tokens(server),
+            "max_total_tokens": _cpu_tokens(server, base),
         }
     resolved = flags.merged(intents, native)
     _check(resolved, server, device)
     return resolved
 
 
-def _cpu_tokens(server: "ServerConfig") -> int:
+def _context(wanted: int | None, base: BaseModel) -> int | None:
+    """The context with which SGLang can fill the wanted one, if the model has it."""
+    return wanted + SPARE_CONTEXT if wanted and wanted <= base.max_context else wanted
+
+
+def _cpu_tokens(server: "ServerConfig", base: BaseModel) -> int:
     """Tokens of KV cache that fit into cpu_kv_gib, and at least one whole context."""
-    base = BaseModel.read(server.model)
     width = 4 if server.dtype == "float32" else 2
     fitting = (server.cpu_kv_gib << 30) // (base.kv_values * width) if base.kv_values else CPU_TOKENS_UNKNOWN
-    return max(min(fitting, CPU_TOKENS), server.context_length or 0)
+    return max(min(fitting, CPU_TOKENS), 2 * (server.context_length or 0))
 
 
 def _check(options: SGLangConfig, server: "ServerConfig", device: str) -> None:
@@ -193,6 +201,9 @@ def environment(
         **flags.compiled_caches(cache),
         **flags.offline(options.model_path),
     }
+    own = BaseModel.read(options.model_path or "").max_context
+    if own and own < (options.context_length or 0) <= own + SPARE_CONTEXT:
+        variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # For the spare part, which is never used.
     if device == "cpu":
         variables |= {
             "SGLANG_USE_CPU_ENGINE": "1",

@@ -163,7 +163,7 @@ class SGLang:
         version = _info.decode(await self._http.get("/server_info")).version
         await self._http.require(NEEDED_ROUTES, version)
         models = _models.decode(await self._http.get("/v1/models")).data
-        self._max_context = next((m.max_model_len for m in models if m.max_model_len), 0)
+        self._max_context = next((m.max_model_len - sglang.SPARE_CONTEXT for m in models if m.max_model_len), 0)
         await self._check_logprobs(version)
         can_sleep = bool(self.options.enable_memory_saver) and all([await self._http.has(r) for r in SLEEP_ROUTES])
         return EngineFacts(
@@ -199,7 +199,8 @@ class SGLang:
         cut = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         wanted = [self._sampling(sampling, len(prompt), i) for i in range(n)]
         answers = await self._ask(adapter, prompt, wanted, return_logprob=True, return_sampling_mask=cut)
-        return tuple(self._completion(answer, cut=cut) for answer in answers)
+        ends = sampling.stop_token_ids if sampling.ignore_eos else ()  # SGLang would ignore them as well.
+        return tuple(self._completion(answer, cut=cut, ends=ends) for answer in answers)
 
     async def score(self, adapter: str, token_ids: Sequence[int]) -> list[float]:
         """Untempered logprobs of all tokens but the first."""
@@ -272,7 +273,7 @@ class SGLang:
         """One answer for each sampling. Cancelled, nothing of it goes on running."""
         if adapter:
             self._known(adapter)
-        self._check_vocabulary(prompt)
+        self._check(prompt, max(sampling.max_new_tokens for sampling in samplings))
         rids = [uuid.uuid4().hex for _ in samplings]
         ask = _Ask(
             rid=rids,
@@ -289,8 +290,12 @@ class SGLang:
         self._http.all_of(answers, len(samplings), "completions")
         return answers
 
-    def _check_vocabulary(self, prompt: Sequence[int]) -> None:
-        """A token id without a row in the embedding ends SGLang's scheduler."""
+    def _check(self, prompt: Sequence[int], new_tokens: int) -> None:
+        """An empty prompt in a batch ends SGLang's scheduler, as does a token id without a row in the embedding."""
+        if not prompt or len(prompt) + new_tokens > self._max_context > 0:
+            raise Refused(
+                f"SGLang answered 400: a prompt of {len(prompt)} tokens, where the context has {self._max_context}."
+            )
         wrong = [token for token in prompt if token < 0 or 0 < self._vocab_size <= token]
         if wrong:
             raise Refused(f"Token id {wrong[0]} is out of the model's vocabulary of {self._vocab_size}.")
@@ -309,7 +314,8 @@ class SGLang:
         except (EngineGone, EngineFailed, Refused, TimeoutError):
             pass  # Without it the request ends some seconds later.
 
-    def _completion(self, answer: _Answer, *, cut: bool) -> Completion:
+    def _completion(self, answer: _Answer, *, cut: bool, ends: Sequence[int]) -> Completion:
+        """cut: the distribution was. ends: tokens that end a completion."""
         meta = answer.meta_info
         logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
         if cut:
@@ -319,7 +325,11 @@ class SGLang:
                     remedy="Sample without them, or use a newer version.",
                 )
             logprobs = meta.output_token_sampling_logprobs
-        return self._http.completion(answer.output_ids, logprobs, meta.finish_reason.type)
+        ids, reason = answer.output_ids, meta.finish_reason.type
+        length = next((i + 1 for i, token in enumerate(ids) if token in ends), 0)
+        if length:
+            ids, logprobs, reason = ids[:length], logprobs[:length], "stop"
+        return self._http.completion(ids, logprobs, reason)
 
 
 def _keys_file(endpoint: Endpoint) -> Path:
