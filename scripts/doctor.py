@@ -10,13 +10,11 @@ Exit status: 0 all is well, 1 there are warnings, 2 Tandem cannot run.
 
 import argparse
 import json
-import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
-from environments import catalogue, installation, lockfile, machine, preflight
+from environments import catalogue, installation, lockfile, machine, preflight, rehearsal
 from environments.errors import SetupError
 from environments.findings import Finding, exit_status
 from environments.install import Plan
@@ -35,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         _print(findings)
     status = exit_status(findings)
     if options.smoke and status < 2:
-        return max(status, smoke(options.venvs))
+        return max(status, rehearsal.rehearse(options.venvs, SMOKE_CONFIG))
     return status
 
 
@@ -84,28 +82,6 @@ def _print(findings: list[Finding]) -> None:
         print(f"{mark}  {finding.name:<{width}}  {finding.detail}")
         if finding.remedy:
             print(f"      {'':<{width}}  do: {finding.remedy}")
-
-
-def smoke(venvs: Path) -> int:
-    """Run a small training from end to end, printing numbered steps; 0 when all of them pass, else 2."""
-    command = venvs / "trainer" / "bin" / "tandem-train"
-    steps = (
-        ("the trainer's command answers", [command, "--help"], 60),
-        ("a server starts, a step trains, the adapter is served, all ends", [command, "--config", SMOKE_CONFIG], 600),
-    )
-    for number, (what, words, limit_s) in enumerate(steps, start=1):
-        began = time.monotonic()
-        try:
-            answer = subprocess.run(words, capture_output=True, text=True, check=False, timeout=limit_s)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            print(f"{number}. {what}: FAILED ({error})")
-            return 2
-        if answer.returncode:
-            last = (answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1]
-            print(f"{number}. {what}: FAILED ({last})")
-            return 2
-        print(f"{number}. {what}: ok, {time.monotonic() - began:.1f} s", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Handler:
         self.lease_s = 30.0
         self.max_in_flight = 256
         self.protocol = p.PROTOCOL_VERSION
-        self._now = 0
+        self.now = 0
 
     def prompts(self, start: str = "") -> list[str]:
         """Prompts of the Generate requests so far that begin like this."""
@@ -84,12 +84,12 @@ class Handler:
                     version=message.version, name="policy", nbytes=call.buffer.nbytes, spool_s=0, load_s=0
                 )
             case p.Ping() | p.Lease():
-                return p.Pulse(version=0, engine_steps=len(self.asked), in_flight=self._now, engine="ready")
+                return p.Pulse(version=0, engine_steps=len(self.asked), in_flight=self.now, engine="ready")
         return p.Done()
 
     async def _generate(self, prompt: str) -> p.Reply:
-        self._now += 1
-        self.most_at_once = max(self.most_at_once, self._now)
+        self.now += 1
+        self.most_at_once = max(self.most_at_once, self.now)
         try:
             if prompt.startswith("hold"):
                 await self.release.wait()
@@ -97,7 +97,7 @@ class Handler:
             self.cancelled.append(prompt)
             raise
         finally:
-            self._now -= 1
+            self.now -= 1
         if prompt == "refuse":
             raise self.error
         if prompt == "crash":

@@ -59,7 +59,7 @@ async def answer(request: web.Request, fake: FakeSGLang, adapter: str, ask: dict
     fake.prompt_tokens += sum(map(len, prompts))
     aborted = asyncio.Event()
     fake.running |= dict.fromkeys(rids, aborted)
-    trouble = asyncio.create_task(fake.misbehave(request) if prompts != [[1]] else asyncio.sleep(0, ""))
+    trouble = asyncio.create_task(fake.misbehave(request) if prompts[0][0] != 1 else asyncio.sleep(0, ""))
     stopped = asyncio.create_task(aborted.wait())
     await asyncio.wait({trouble, stopped}, return_when=asyncio.FIRST_COMPLETED)
     for rid in rids:
@@ -144,7 +144,8 @@ def loaded(fake: FakeSGLang) -> web.Response:
 
 async def models(request: web.Request) -> web.Response:
     fake: FakeSGLang = request.app["fake"]
-    return web.json_response({"data": [{"id": "model", "max_model_len": fake.max_context}]})
+    adapters = [{"id": name, "max_model_len": None} for name in fake.adapters]
+    return web.json_response({"data": [{"id": "model", "max_model_len": fake.max_context}, *adapters]})
 
 
 async def info(request: web.Request) -> web.Response:

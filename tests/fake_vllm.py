@@ -14,21 +14,31 @@ def error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "x", "param": None, "code": status}}, status=status)
 
 
-async def completions(request: web.Request) -> web.Response:
-    fake: Fake = request.app["fake"]
-    ask = json.loads(await request.read())
-    model, prompt, n = ask["model"], ask["prompt"], ask.get("n", 1)
+def refusal(fake: Fake, ask: dict) -> web.Response | None:
+    """The answer to a question that cannot be."""
+    model, prompt = ask["model"], ask["prompt"]
     if model != "base" and model not in fake.adapters:
         return error(404, f"The model `{model}` does not exist.")
     if not prompt or ask["max_tokens"] < 1 or len(prompt) >= fake.max_context:
         return error(400, "This prompt is empty or too long.")
     if max(prompt) >= VOCAB:
         return error(400, f"Token id {max(prompt)} is out of vocabulary")
+    if not 0 <= ask["temperature"] <= 2:
+        return error(400, f"temperature must be in [0, 2], got {ask['temperature']}")
+    return None
+
+
+async def completions(request: web.Request) -> web.Response:
+    fake: Fake = request.app["fake"]
+    ask = json.loads(await request.read())
+    model, prompt, n = ask["model"], ask["prompt"], ask.get("n", 1)
+    if wrong := refusal(fake, ask):
+        return wrong
     if fake.asleep:
         fake.journal("generated-asleep")
         return error(500, "asleep")
     fake.prompt_tokens += len(prompt)
-    probe = prompt == [1] and ask.get("top_k") == 1
+    probe = prompt[0] == 1  # The server tries an engine with prompts of its own before it serves.
     try:
         if not probe and (fault := await fake.misbehave(request)):
             return error(500, fault)

@@ -171,6 +171,11 @@ async def test_a_prompt_that_cannot_be_is_refused(engine, prompt, named):
         await engine.generate("", prompt, 1, Sampling(max_tokens=4))
 
 
+async def test_a_temperature_that_vllm_does_not_take_is_refused(engine):
+    with pytest.raises(Refused, match="temperature"):
+        await engine.generate("", PROMPT, 1, Sampling(temperature=-1.0))
+
+
 async def test_an_unknown_adapter_is_refused_and_never_answered_by_the_base_model(engine):
     with pytest.raises(Refused, match="404"):
         await engine.generate("nobody", PROMPT, 1, Sampling())

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import zmq
 from bridge_helpers import TRANSPORTS, World, descriptors, generate, generated, new_world, until
 
 from bridge import client as client_module
@@ -220,6 +221,7 @@ async def test_a_silent_server_is_a_timeout_on_the_clients_own_clock(world, monk
     monkeypatch.setattr(client_module, "SLACK_S", 0.1)
     wire = await world.wire()
     client = await world.connect(wire.connection)
+    await client.ask(generate("here"))
     wire.stall()
     with pytest.raises(Timeout, match=r"No reply to Generate within 0\.1 s") as caught:
         await client.ask(generate("one", deadline_s=0.1))
@@ -275,7 +277,7 @@ async def test_a_burst_fills_the_server_instead_of_being_sent_away_whole(small):
 async def test_a_server_busy_past_the_deadline_is_a_timeout_that_says_so(small):
     client = await small.connect()
     holding = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(3)]
-    await until(lambda: small.server.in_flight == 3, "the server is full")
+    await until(lambda: small.handler.now == 3, "the server is full")
     with pytest.raises(Timeout) as caught:
         await client.ask(generate("one", deadline_s=0.3))
     assert "works on 3 requests already" in caught.value.why
@@ -286,7 +288,7 @@ async def test_a_server_busy_past_the_deadline_is_a_timeout_that_says_so(small):
 async def test_a_full_data_socket_leaves_control_free(small):
     client = await small.connect()
     holding = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(3)]
-    await until(lambda: small.server.in_flight == 3, "the server is full")
+    await until(lambda: small.handler.now == 3, "the server is full")
     assert (await client.ask(p.Ping())).in_flight == 3
     small.handler.release.set()
     await asyncio.gather(*holding)
@@ -295,7 +297,7 @@ async def test_a_full_data_socket_leaves_control_free(small):
 async def test_a_full_server_can_still_be_told_to_cancel(small):
     client = await small.connect()
     holding = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(3)]
-    await until(lambda: small.server.in_flight == 3, "the server is full")
+    await until(lambda: small.handler.now == 3, "the server is full")
     holding[0].cancel()
     await until(lambda: small.handler.cancelled == ["hold 0"], "the handler was cancelled")
     small.handler.release.set()
@@ -329,7 +331,7 @@ async def test_answers_that_nobody_fetches_are_bounded(tmp_path):
 async def test_a_cancelled_question_is_cancelled_at_the_server(world):
     client = await world.connect()
     asked = asyncio.create_task(client.ask(generate("hold")))
-    await until(lambda: world.server.in_flight == 1, "it is worked on")
+    await until(lambda: world.handler.now == 1, "it is worked on")
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
@@ -348,9 +350,10 @@ async def test_a_question_past_the_clients_deadline_is_cancelled_at_the_server(w
 async def test_a_question_cancelled_while_the_server_is_busy_is_never_asked(small):
     client = await small.connect()
     holding = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(3)]
-    await until(lambda: small.server.in_flight == 3, "the server is full")
+    await until(lambda: small.handler.now == 3, "the server is full")
     waiting = asyncio.create_task(client.ask(generate("late")))
-    await client.ask(p.Ping())
+    await until(lambda: len(client._data._pending) == 4, "it is asked")
+    await until(lambda: len(client._data._pending) == 3, "the server was busy")
     waiting.cancel()
     small.handler.release.set()
     await asyncio.gather(*holding)
@@ -385,7 +388,7 @@ async def test_a_question_asked_twice_is_worked_on_once(world):
     request = raw.next_id(), p.encode(generate("hold"))
     await raw.send(*request)
     await raw.send(*request)
-    await until(lambda: world.server.in_flight, "it is worked on")
+    await until(lambda: world.handler.now, "it is worked on")
     world.handler.release.set()
     first = await raw.receive()
     await raw.send(*request)
@@ -430,7 +433,7 @@ async def test_an_open_question_survives_a_broken_connection_and_is_worked_on_on
     wire = await world.wire()
     client = await world.connect(wire.connection)
     asked = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(5)]
-    await until(lambda: world.server.in_flight == 5, "they are worked on")
+    await until(lambda: world.handler.now == 5, "they are worked on")
     before = wire.connections
     wire.cut()
     await until(lambda: wire.connections == before + 2, "the client is back")
@@ -443,7 +446,7 @@ async def test_a_wire_that_takes_connections_and_drops_them_is_endured(world):
     wire = await world.wire()
     client = await world.connect(wire.connection)
     asked = asyncio.create_task(client.ask(generate("hold")))
-    await until(lambda: world.server.in_flight, "it is worked on")
+    await until(lambda: world.handler.now, "it is worked on")
     before, wire.drops = wire.connections, True
     wire.cut()
     await until(lambda: wire.connections > before + 20, "many tries were dropped")
@@ -456,7 +459,7 @@ async def test_an_answer_given_while_nobody_listened_is_fetched_later(world):
     wire = await world.wire()
     client = await world.connect(wire.connection)
     asked = asyncio.create_task(client.ask(generate("hold")))
-    await until(lambda: world.server.in_flight, "it is worked on")
+    await until(lambda: world.handler.now, "it is worked on")
     wire.lower()
     await until(lambda: not client._data.connected.is_set(), "the client has noticed")
     world.handler.release.set()
@@ -492,9 +495,9 @@ async def test_a_buffer_survives_a_broken_connection(world):
 async def test_open_questions_are_asked_of_a_new_server_on_the_same_address(world):
     client = await world.connect()
     asked = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(5)]
-    await until(lambda: world.server.in_flight == 5, "they are worked on")
+    await until(lambda: world.handler.now == 5, "they are worked on")
     await world.rebuild()
-    await until(lambda: world.server.in_flight == 5, "the new server works on them")
+    await until(lambda: world.handler.now == 5, "the new server works on them")
     assert len(world.handler.cancelled) == 5
     world.handler.release.set()
     assert await asyncio.gather(*asked) == [generated(f"hold {number}") for number in range(5)]
@@ -657,7 +660,7 @@ async def test_a_lease_that_is_lost_fails_every_question_by_name(world):
 async def test_a_stopped_server_fails_open_questions_at_once(world):
     client = await world.connect()
     asked = asyncio.create_task(client.ask(generate("hold")))
-    await until(lambda: world.server.in_flight, "it is worked on")
+    await until(lambda: world.handler.now, "it is worked on")
     await world.server.stop()
     with pytest.raises(PeerDied, match="stopped"):
         await asked
@@ -706,11 +709,35 @@ async def test_a_second_stop_does_nothing_even_to_a_successor(ipc):
     assert await client.ask(generate("one")) == generated("one")
 
 
+async def test_stops_at_once_are_one_stop(world):
+    client = await world.connect()
+    asked = asyncio.create_task(client.ask(generate("hold")))
+    await until(lambda: world.handler.now, "it is worked on")
+    first = asyncio.create_task(world.server.stop())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(*(world.server.stop() for _ in range(5)))
+    assert world.server._context.closed
+    with pytest.raises(PeerDied):
+        await asked
+
+
+async def test_a_socket_that_breaks_is_shouted_about(world, caplog):
+    def breaks(**_: object) -> None:
+        raise zmq.ZMQError(zmq.EFAULT)
+
+    client = await world.connect()
+    world.server._sockets["data"].zmq.recv_multipart = breaks
+    await client.ask(generate("one"))
+    await until(lambda: "not listened to" in caplog.text, "it is logged")
+
+
 async def test_a_handler_deaf_to_cancellation_does_not_hang_the_stop(world, monkeypatch, caplog):
     monkeypatch.setattr(server_module, "STOP_S", 0.1)
-    over = asyncio.Event()
+    began, over = asyncio.Event(), asyncio.Event()
 
     async def deaf(_message, _call):
+        began.set()
         while not over.is_set():
             try:
                 await over.wait()
@@ -721,7 +748,7 @@ async def test_a_handler_deaf_to_cancellation_does_not_hang_the_stop(world, monk
     client = await world.connect()
     world.server._handler = deaf
     asked = asyncio.create_task(client.ask(p.Status()))
-    await until(lambda: world.server._sockets["control"].running, "it is worked on")
+    await began.wait()
     await world.server.stop()
     assert "did not end" in caplog.text
     asked.cancel()
@@ -780,7 +807,7 @@ async def test_the_end_of_the_servers_process_is_noticed_long_before_any_deadlin
     )
     client = await ipc.connect(connection)
     asked = asyncio.create_task(client.ask(generate("hold", deadline_s=600)))
-    await until(lambda: ipc.server.in_flight, "it is worked on")
+    await until(lambda: ipc.handler.now, "it is worked on")
     wire.lower()
     with pytest.raises(PeerDied, match="is gone") as caught:
         async with asyncio.timeout(5):
@@ -803,7 +830,7 @@ async def test_a_server_that_lives_but_listens_no_more_is_noticed(world, monkeyp
     wire = await world.wire()
     client = await world.connect(wire.connection)
     asked = asyncio.create_task(client.ask(generate("hold", deadline_s=600)))
-    await until(lambda: world.server.in_flight, "it is worked on")
+    await until(lambda: world.handler.now, "it is worked on")
     wire.lower()
     with pytest.raises(PeerDied, match=r"has not listened for 0\.5 s"):
         async with asyncio.timeout(5):
@@ -816,7 +843,7 @@ async def test_a_server_that_lives_but_listens_no_more_is_noticed(world, monkeyp
 async def test_a_closed_client_fails_open_questions_and_ends_them_at_the_server(world):
     client = await world.connect()
     asked = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(3)]
-    await until(lambda: world.server.in_flight == 3, "they are worked on")
+    await until(lambda: world.handler.now == 3, "they are worked on")
     await client.close()
     for outcome in await asyncio.gather(*asked, return_exceptions=True):
         assert isinstance(outcome, PeerDied)
@@ -831,10 +858,20 @@ async def test_a_closed_client_answers_nothing_and_closes_twice(world):
             await client.ask(request)
 
 
+async def test_a_close_that_is_cancelled_is_still_done(world):
+    client = await world.connect()
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await until(lambda: client._context.closed, "it is closed")
+
+
 async def test_a_question_that_waits_for_a_busy_server_ends_with_the_client(small):
     client = await small.connect()
     asked = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(5)]
-    await until(lambda: small.server.in_flight == 3, "the server is full")
+    await until(lambda: small.handler.now == 3, "the server is full")
     await client.close()
     assert [type(one) for one in await asyncio.gather(*asked, return_exceptions=True)] == [PeerDied] * 5
 
@@ -873,7 +910,7 @@ async def test_servers_and_clients_leak_no_task_no_thread_and_no_descriptor(tmp_
             await client.ask(generate("one"))
             await client.ask(p.PublishAdapter(version=1, sha256="", adapter_config={}), bytes(1 << 20))
             asked = asyncio.create_task(client.ask(generate("hold")))
-            await until(lambda: world.server.in_flight, "it is worked on")
+            await until(lambda: world.handler.now, "it is worked on")
             with await asyncio.to_thread(BlockingClient.connect, world.connection) as blocking:
                 assert await asyncio.to_thread(blocking.ask, generate("two")) == generated("two")
             asked.cancel()

@@ -281,7 +281,7 @@ async def test_nobody_cancels_anothers_question(world):
     victim, thief = world.raw(name=b"v" * 16), world.raw(name=b"t" * 16)
     request_id = victim.next_id()
     await victim.send(request_id, p.encode(generate("hold")))
-    await until(lambda: world.server.in_flight, "it is worked on")
+    await until(lambda: world.handler.now, "it is worked on")
     reply = await thief.ask(p.Cancel(request_id=request_id))
     assert reply.code == Refused.code
     world.handler.release.set()

@@ -226,6 +226,20 @@ async def test_a_load_that_fails_leaves_the_old_version_serving(tmp_path, model,
         assert (await client.ask(generate(PROMPT))).version == 0
 
 
+async def test_a_publish_past_its_deadline_fails_those_who_wait_for_it_and_can_be_tried_again(tmp_path, model):
+    async with served(tmp_path, model, fault="load-hangs@1") as server:
+        client = await server.client("run")
+        waiting = asyncio.create_task(client.ask(generate(PROMPT, min_version=1, deadline_s=600)))
+        adapter = lora_files.make(model, 1)
+        with pytest.raises(TimeoutError):
+            await client.ask(adapter.publish(1, deadline_s=1.0), adapter.data)
+        with pytest.raises(StaleVersion, match="deadline passed"):
+            await waiting
+        os.kill((await client.ask(p.Status())).engine_pid, signal.SIGKILL)
+        assert (await publish(client, model, 1)).version == 1
+        assert (await client.ask(generate(PROMPT, min_version=1))).version == 1
+
+
 async def test_an_engine_that_dies_of_a_load_comes_back_and_loads_it(tmp_path, model):
     async with served(tmp_path, model, fault="load-dies@1") as server:
         client = await server.client("run")

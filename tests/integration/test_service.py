@@ -85,6 +85,8 @@ async def test_a_request_that_waits_for_a_refused_version_fails_at_once(tmp_path
             with pytest.raises(StaleVersion, match="rank 16"):
                 await task
         assert not waiting[2].done()
+        with pytest.raises(StaleVersion, match="rank 16"):  # So does one that comes late.
+            await client.ask(generate(PROMPT, min_version=5, deadline_s=600))
         await publish(client, model, 6)
         assert (await waiting[2]).version == 6
 

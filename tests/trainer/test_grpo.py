@@ -8,8 +8,8 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load, load_file
-from trainer.conftest import LOW_TOKENS
 from trainer.hf_server import HFServer
+from trainer.running import LOW_TOKENS
 from transformers import AutoModelForCausalLM
 
 from bridge.errors import ConfigError

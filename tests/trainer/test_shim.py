@@ -30,6 +30,15 @@ def test_a_trainer_that_ignores_rollout_func_is_found_out_at_once():
         trainer._generate_and_score_completions([])
 
 
+def test_a_trainer_that_drops_sampling_logprobs_is_found_out_at_once():
+    class Drops:
+        args = SimpleNamespace(vllm_importance_sampling_correction=True)
+
+    trainer = trl_shim.using_sampling_logprobs(Drops)()
+    with pytest.raises(SyncMismatch, match="dropped the logprobs"):
+        trainer.compute_loss(None, {"completion_ids": torch.zeros(1, 1)})
+
+
 def test_a_step_without_a_rollout_is_an_error():
     nothing: Any = SimpleNamespace(calls=0, global_step=1)
     report = StepReport(

@@ -224,16 +224,3 @@ def test_a_lock_that_cannot_be_read_is_a_failure(installed):
     told = run_doctor(installed)
     assert told.returncode == 2
     assert "lock_envs.py write" in told.stdout
-
-
-@pytest.mark.parametrize(
-    ("script", "status", "last"), [("exit 0", 0, "2. "), ("echo no GPU >&2; exit 3", 2, "FAILED (no GPU)")]
-)
-def test_smoke_runs_numbered_steps_and_stops_at_the_first_failure(installed, capsys, script, status, last):
-    program = installed.plan("trainer").build / "bin/tandem-train"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    assert doctor.smoke(installed.venvs) == status
-    lines = capsys.readouterr().out.splitlines()
-    assert last in lines[-1]
-    assert lines[0].startswith("1. ")

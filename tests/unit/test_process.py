@@ -438,6 +438,7 @@ def test_stop_child_ends_what_a_dead_child_left_in_its_group():
     started = python(
         "import os, signal\nif os.fork() == 0:\n    print(1, flush=True)\n    while True: signal.pause()\nos._exit(4)"
     )
+    os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
     assert stop_child(started) == "gone"
     assert started.returncode == 4
     assert started.pid not in {one.group for one in guard.processes().values()}

@@ -45,7 +45,7 @@ class BridgeClient:
         self._context = zmq.asyncio.Context(io_threads=len(IO_THREAD))
         self._name = _client_name()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._epoch = 0
         self._slots = asyncio.Semaphore(1)
         self._subscribes = on_event is not None
@@ -119,10 +119,14 @@ class BridgeClient:
             raise self._timed_out(request, f"The connection to {channel.address} {state}.") from None
 
     async def close(self) -> None:
-        """Let go of the server. Open questions raise PeerDied. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        """Let go of the server. Open questions raise PeerDied.
+
+        Called again, or cancelled, it is still done once, and to its end.
+        """
+        self._closing = self._closing or asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

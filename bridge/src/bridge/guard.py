@@ -51,12 +51,18 @@ def _prctl(option: int, value: int) -> None:
 
 
 def living(pid: int) -> Process | None:
-    """A process by its pid; None when there is none, or only a zombie."""
+    """A process by its pid; None when there is none, or only a zombie.
+
+    A process whose first thread has ended looks like a zombie as long as its other threads end: it still has children,
+    and all its memory.
+    """
     try:
-        state, parent, group = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:3]
-    except OSError:
+        state, parent, group, *others = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (OSError, ValueError):
         return None
-    return None if state in (b"Z", b"X") else Process(int(parent), int(group))
+    threads = int(others[14])
+    gone = state == b"X" or (state == b"Z" and threads < 2)
+    return None if gone else Process(int(parent), int(group))
 
 
 def processes() -> dict[int, Process]:

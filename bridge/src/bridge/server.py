@@ -84,7 +84,7 @@ class BridgeServer:
         self._sockets: dict[str, _Socket] = {}
         self._subscribers: set[bytes] = set()
         self._receivers: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._stop: asyncio.Task[None] | None = None
 
     @property
     def in_flight(self) -> int:
@@ -101,6 +101,8 @@ class BridgeServer:
             await self.stop()
             raise
         self._receivers = [asyncio.create_task(self._receive(socket)) for socket in self._sockets.values()]
+        for task in self._receivers:
+            task.add_done_callback(_log_the_end)
 
     def push(self, event: p.Event) -> None:
         """Send an event to everybody who subscribed. One who does not read loses events, never holds up the others."""
@@ -109,23 +111,27 @@ class BridgeServer:
             self._send(self._sockets["control"], client, b"", header)
 
     async def stop(self) -> None:
-        """Cancel what runs, let the last replies go out, close the sockets and remove their files."""
-        self._stopping = True
+        """Cancel what runs, let the last replies go out, close the sockets and remove their files.
+
+        Called again, or cancelled, it is still done once, and to its end.
+        """
+        self._stop = self._stop or asyncio.create_task(self._shut_down(asyncio.current_task()))
+        await asyncio.shield(self._stop)
+
+    async def _shut_down(self, caller: "asyncio.Task[object] | None") -> None:
         running = [task for socket in self._sockets.values() for task in socket.running.values()]
-        tasks = {*self._receivers, *running} - {asyncio.current_task()}
+        tasks = {*self._receivers, *running} - {caller}
         for task in tasks:
             task.cancel()
-        try:
-            if tasks:
-                _, late = await asyncio.wait(tasks, timeout=STOP_S)
-                for task in late:
-                    log.error("a request did not end within %g s of being cancelled: %r", STOP_S, task)
-        finally:
-            self._subscribers.clear()
-            self._gatekeeper.stop()
-            for socket in self._sockets.values():
-                socket.close()
-            await asyncio.to_thread(self._context.destroy, CLOSE_LINGER_MS)  # Blocks until the last replies are out.
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=STOP_S)
+            for task in late:
+                log.error("a request did not end within %g s of being cancelled: %r", STOP_S, task)
+        self._subscribers.clear()
+        self._gatekeeper.stop()
+        for socket in self._sockets.values():
+            socket.close()
+        await asyncio.to_thread(self._context.destroy, CLOSE_LINGER_MS)  # Blocks until the last replies are out.
 
     def _bind(self, name: str, address: str, max_bytes: int, accepts: object) -> str:
         refuse_live_owner(address)
@@ -202,7 +208,7 @@ class BridgeServer:
         if task.cancelled():
             socket.replies.abandon(call.request_id)
             stopped = PeerDied("The server was stopped before it had answered.")
-            reply = p.encode(to_failure(stopped if self._stopping else BridgeError("The request was cancelled.")))
+            reply = p.encode(to_failure(stopped if self._stop else BridgeError("The request was cancelled.")))
         else:
             reply = task.result()
             socket.replies.finish(call.request_id, reply)
@@ -258,6 +264,11 @@ class BridgeServer:
             self._subscribers.discard(client)  # It subscribes again when it comes back.
         elif error and not isinstance(error, zmq.Again):
             raise error
+
+
+def _log_the_end(receiver: "asyncio.Task[None]") -> None:
+    if not receiver.cancelled():
+        log.critical("a socket is not listened to any more", exc_info=receiver.exception())
 
 
 def _decode(socket: "_Socket", header: bytes, call: Call) -> p.DataRequest | p.ControlRequest | p.Ack:

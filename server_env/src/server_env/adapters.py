@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import BridgeError, EngineFailed, Refused, StaleVersion
+from bridge.errors import BridgeError, EngineFailed, Refused, StaleVersion, Timeout
 from bridge.protocol import AdapterLoaded, PublishAdapter
 from server_env.engine import Engine, EngineGone
 from server_env.peft_adapter import BaseModel, check
@@ -81,6 +81,8 @@ class Adapters:
     _waiting: list[tuple[int, asyncio.Future[None]]] = field(default_factory=list)
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _room: asyncio.Event = field(default_factory=asyncio.Event)
+    _refused: tuple[int, BridgeError] | None = None
+    """The last publish that failed, until another one is tried: nobody need wait for that version."""
     _any_next: bool = True
     _epoch: int = 0
     _names: set[str] = field(default_factory=set)
@@ -123,10 +125,14 @@ class Adapters:
         async with self._publishing:
             if known := self._published_before(request):
                 return known
+            self._refused = None
             try:
                 answer = await self._publish(request, memoryview(b"") if data is None else data)
             except BridgeError as error:
                 self._fail_waiting(request.version, error)
+                raise
+            except asyncio.CancelledError:
+                self._fail_waiting(request.version, Timeout("its publish was cancelled, or its deadline passed."))
                 raise
         log.info("version %d serves: %s", answer.version, answer)
         return answer
@@ -212,6 +218,7 @@ class Adapters:
         """Another trainer took over: its first version may be any. Versions of another run are no longer served."""
         self._epoch += 1
         self._any_next = True
+        self._refused = None
         if not same_run:
             self.newest = 0
             self._let_go(lambda number: number != 0)
@@ -244,6 +251,8 @@ class Adapters:
     async def _wait_for(self, minimum: int) -> None:
         if minimum <= self.newest:
             return
+        if self._refused and minimum <= self._refused[0]:
+            raise _was_refused(*self._refused)
         waiter = (minimum, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         try:
@@ -252,15 +261,10 @@ class Adapters:
             self._waiting.remove(waiter)
 
     def _fail_waiting(self, version: int, error: BridgeError) -> None:
+        self._refused = (version, error)
         for minimum, waiter in self._waiting:
             if minimum <= version and not waiter.done():
-                waiter.set_exception(
-                    StaleVersion(
-                        f"Adapter version {version}, which this request waited for, was refused: {error.what}",
-                        why=error.why,
-                        remedy=error.remedy,
-                    )
-                )
+                waiter.set_exception(_was_refused(version, error))
 
     async def _until_there_is_room(self) -> None:
         """Publishing waits for requests that hold old versions rather than have the engine drop one of theirs."""
@@ -315,3 +319,13 @@ class Adapters:
             await self.supervisor.replace(life, f"adapter {adapter.name} cannot be unloaded")
         except (BridgeError, EngineGone) as error:
             log.warning("adapter %s was not unloaded: %r", adapter.name, error)
+
+
+def _was_refused(version: int, error: BridgeError) -> StaleVersion:
+    return StaleVersion(
+        f"Adapter version {version}, which this request waited for, was refused: {error.what}",
+        why=error.why,
+        log_path=error.log_path,
+        log_tail=error.log_tail,
+        remedy=error.remedy,
+    )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bridge.endpoint import write_private
-from bridge.errors import EngineFailed
+from bridge.errors import EngineFailed, Refused
 from bridge.process import GuardedProcess, Rung, log_tail
 from server_env.engine import Endpoint, Engine, EngineFacts, EngineGone
 from server_env.environment import cleaned
@@ -128,6 +128,8 @@ class EngineProcess:
                 return await self.engine.probe()
             except EngineGone:
                 await asyncio.sleep(POLL_S)
+            except Refused as error:
+                raise self.failure(f"The engine started, and refused its first request: {error.what}") from None
 
     async def wait(self) -> int:
         """Wait until it ends; its return code."""

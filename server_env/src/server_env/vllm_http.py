@@ -7,7 +7,7 @@ import aiohttp
 import msgspec
 
 from bridge.errors import EngineFailed, Refused
-from bridge.protocol import Completion, Sampling
+from bridge.protocol import Completion, Sampling, unpack_ids, unpack_logprobs
 from server_env import flags, vllm
 from server_env.config import ServerConfig
 from server_env.engine import Endpoint, EngineFacts
@@ -15,6 +15,11 @@ from server_env.engine_http import KEEP_ALIVE_S, EngineHttp
 from server_env.options import EngineOptions
 
 PROBE_PROMPT = (1,)
+PROBE_NOISE = 0.25
+"""Logprobs of the same distribution differ by less, whatever the precision."""
+PROBE_UNLIKELY = -2.0
+"""Below this logprob a token shows the difference: among the likeliest few it would have a higher one."""
+
 NEEDED_ROUTES = ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 SLEEP_ROUTES = ("/sleep", "/wake_up")
 TOKEN_COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -140,11 +145,16 @@ class VLLM:
         )
 
     async def _check_logprobs(self, version: str) -> None:
-        """A token sampled with top_k = 1 has probability 1 in the distribution that was sampled from."""
-        sampling = Sampling(max_tokens=1, top_k=1, ignore_eos=True)
-        answer = await self._complete(_ask("", PROBE_PROMPT, 1, sampling))
-        completion = self._completion(answer.choices[0])
-        if memoryview(completion.logprobs).cast("f")[0] < -1e-3:
+        """Of the likeliest token alone the logprob is 0 (a little less, when some tie), and not what scoring says.
+
+        A model that is sure of that token says nothing here; one that is nearly uniform says it as loud as any.
+        """
+        sampling = Sampling(max_tokens=4, top_k=1, ignore_eos=True)
+        (completion,) = await self.generate("", PROBE_PROMPT, 1, sampling)
+        sampled, ids = unpack_logprobs(completion.logprobs), unpack_ids(completion.token_ids)
+        scored = (await self.score("", [*PROBE_PROMPT, *ids]))[-len(ids) :]
+        pairs = [(a, b) for a, b in zip(sampled, scored, strict=True) if b < PROBE_UNLIKELY]
+        if pairs and max(abs(a - b) for a, b in pairs) < PROBE_NOISE:
             raise EngineFailed(
                 f"vLLM {version} reports logprobs of another distribution than it samples from.",
                 why="--logprobs-mode processed_logprobs has no effect in this version.",

@@ -52,7 +52,6 @@ class StepReport(TrainerCallback):
         self._stop = stop
         self._mark = 0.0
         self._step_s = 0.0
-        self._batches: list[Batch] = []
         self._carried: dict[str, float] = {}
         self._checked = False
 

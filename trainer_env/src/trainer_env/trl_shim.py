@@ -73,6 +73,12 @@ class _UsesSamplingLogprobs:
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As TRL's; first compares the micro-batch's logprobs under the weights before the step with the server's."""
         server = inputs.get("sampling_per_token_logps")
+        if server is None and self.args.vllm_importance_sampling_correction:
+            raise SyncMismatch(
+                "The trainer dropped the logprobs that rollout_func returned.",
+                why="This release of TRL or Unsloth no longer keeps them, so nothing corrects for the sampling policy.",
+                remedy="Install the pinned versions with scripts/setup_envs.sh.",
+            )
         if server is not None:
             mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
             self._agreement.add(self._logprobs_before_the_step(model, inputs), server, mask, inputs["sampled_version"])

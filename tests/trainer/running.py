@@ -1,0 +1,93 @@
+"""The real trainer on a tiny model, with `HFServer` for the server. Import unsloth first, through `grpo`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from trainer.hf_server import HFServer
+
+from trainer_env import config as configs
+from trainer_env import grpo, models
+from trainer_env.checkpoints import last_checkpoint, step_of
+from trainer_env.data import Example
+from trainer_env.publisher import Publisher
+from trainer_env.rewards import Reward
+from trainer_env.rollouts import Rollouts
+from trainer_env.tracking import Tracker
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
+TINY = "builtin:tiny-random-llama?scale=8"
+EXAMPLES = [Example([{"role": "user", "content": f"What is {x}+{x}?"}], answer=str(2 * x)) for x in range(1, 6)]
+
+
+def low_tokens(*, completion_ids, **_):
+    """The share of tokens from the first half of the vocabulary: about half of them, for a random model."""
+    return [sum(token < 24576 for token in ids) / len(ids) for ids in completion_ids]
+
+
+LOW_TOKENS = Reward("low", low_tokens)
+
+
+def tiny_config(folder: Path, *overrides: str, run: str = "run") -> configs.TrainConfig:
+    """The demo's config on the tiny model in float32, with small batches, and `key=value` overrides on top."""
+    return configs.load(
+        DEMO,
+        [
+            f'output_dir="{folder}"',
+            f'run="{run}"',
+            f'model.name="{TINY}"',
+            'model.dtype="float32"',
+            "model.max_seq_length=128",
+            "grpo.num_generations=4",
+            "grpo.per_device_train_batch_size=8",
+            "grpo.max_steps=2",
+            "grpo.max_completion_length=6",
+            *overrides,
+        ],
+    )
+
+
+def train(
+    config: configs.TrainConfig,
+    *,
+    server: HFServer | None = None,
+    rewards: Sequence[Reward] = (LOW_TOKENS,),
+    examples: Sequence[Example] = EXAMPLES,
+    **how: Any,
+) -> SimpleNamespace:
+    """A run to its end; everything that took part."""
+    path = models.resolve(config.model.name)
+    server = server or HFServer(path)
+    policy = grpo.load_policy(config, path)
+    rollouts = Rollouts(
+        server,
+        policy.tokenizer,
+        config,
+        max_staleness=config.max_staleness("cpu"),
+        eos_token_ids=policy.eos_token_ids,
+    )
+    checkpoint = last_checkpoint(config.run_dir / "checkpoints") if how.get("resume") else None
+    tracker = Tracker(
+        config.run_dir,
+        config.grpo.max_steps,
+        display="none",
+        samples_per_step=99,
+        resume_step=step_of(checkpoint) if checkpoint else None,
+    )
+    try:
+        outcome = grpo.run(
+            policy,
+            config,
+            examples=examples,
+            rewards=rewards,
+            rollouts=rollouts,
+            publisher=Publisher(server),
+            tracker=tracker,
+            **how,
+        )
+    finally:
+        tracker.close()
+    return SimpleNamespace(
+        config=config, server=server, policy=policy, outcome=outcome, steps=tracker.steps, samples=tracker.samples
+    )

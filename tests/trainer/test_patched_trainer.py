@@ -1,0 +1,36 @@
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def test_unsloths_own_trainer_uses_and_measures_sampling_logprobs(tmp_path):
+    """It keeps logprobs in another layout than TRL's, with a row's padding moved to its end."""
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": str(here.parent), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, here / "patched_run.py", tmp_path],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    runs = json.loads(done.stdout.splitlines()[-1])
+
+    assert runs["trainer"] == "UnslothGRPOTrainer"
+    plain, shifted, reused = runs["plain"], runs["shifted"], runs["reused"]
+    # Its forward runs in bfloat16, the server's in float32.
+    assert [step["ratio_mean"] for step in plain] == pytest.approx([1, 1], abs=0.01)
+    assert all(step["dlogp_mean_abs"] < 0.01 for step in plain)
+    assert [step["ratio_mean"] for step in shifted] == pytest.approx([math.exp(-0.5)] * 2, abs=0.01)
+    assert shifted[0]["grad_norm"] / plain[0]["grad_norm"] == pytest.approx(math.exp(-0.5), rel=0.01)
+    assert [step["staleness"] for step in reused] == [0, 1]
+    assert reused[0]["ratio_mean"] == pytest.approx(1, abs=0.01)
+    assert reused[1]["dlogp_mean_abs"] > 10 * reused[0]["dlogp_mean_abs"]
+    assert not (tmp_path / "unsloth_compiled_cache").exists()
