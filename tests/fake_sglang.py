@@ -37,6 +37,8 @@ async def generate(request: web.Request) -> web.Response:
     for prompt, sampling in zip(ask["input_ids"], ask["sampling_params"], strict=True):
         if len(prompt) >= fake.max_context or len(prompt) + sampling["max_new_tokens"] > fake.max_context:
             return error(400, "Requested token count exceeds the model's maximum context length.")
+        if sampling["temperature"] < 0:
+            return error(400, f"temperature must be non-negative, got {sampling['temperature']}.")
         if not prompt or min(prompt) < 0 or max(prompt) >= VOCAB:
             os._exit(1)
     if adapter and adapter not in fake.adapters:

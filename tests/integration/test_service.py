@@ -10,6 +10,8 @@ from served import generate, score, served, tiny_model, until
 from bridge import protocol as p
 from bridge.errors import Refused, StaleVersion
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 PROMPT = [5, 6, 7, 8]
 
 
@@ -39,10 +41,10 @@ async def test_completions_come_as_token_ids_with_one_logprob_each(tmp_path, mod
         assert completion.finish_reason == "length"
 
 
-async def test_the_welcome_says_what_the_engine_can_do(tmp_path, model):
+async def test_the_welcome_says_what_the_engine_can_do(tmp_path, model, backend):
     async with served(tmp_path, model) as server:
         welcome = (await server.client("run")).welcome
-    assert (welcome.engine, welcome.engine_version, welcome.version) == ("vllm", "0.0.fake", 0)
+    assert (welcome.engine, welcome.engine_version, welcome.version) == (backend, "0.0.fake", 0)
     assert welcome.capabilities == ("lora", "score")
     assert welcome.limits == p.Limits(
         max_context=512, max_lora_rank=8, adapter_slots=3, max_in_flight=4096, vocab_size=512

@@ -75,7 +75,7 @@ def _switch(flag: str, value: bool, installed: EngineOptions | None, negatable: 
     if wanted:
         return [positive]
     option = installed.find(positive) if installed else None
-    if positive == flag and not (option.negatable if option else negatable):
+    if not (option.negatable if option else negatable or positive != flag):
         return []  # A plain switch: leaving it out is the only way to have it off, and its default.
     return ["--no-" + positive.removeprefix("--")]
 
