@@ -62,6 +62,8 @@ class Client(BridgeClient):
 class Served:
     """A running tandem-server."""
 
+    backend = ""
+
     def __init__(self, run_dir: Path, process: subprocess.Popen) -> None:
         self.run_dir = run_dir
         self.process = process

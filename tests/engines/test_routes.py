@@ -17,7 +17,7 @@ from served import FAKE
 
 from bridge.errors import Refused
 from bridge.protocol import Sampling, unpack_ids, unpack_logprobs
-from server_env.config import ServerConfig, ServerFile
+from server_env.config import from_dict
 from server_env.engine import EngineGone
 from server_env.engine_process import EngineProcess
 from server_env.engines import make_engine
@@ -31,17 +31,17 @@ MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launc
 
 
 def engine_of(backend: str, command: list[str], model: Path):
-    server = ServerConfig(
-        backend=backend,
-        device="cpu",
-        model=str(model),
-        dtype="float32",
-        context_length=128,
-        max_lora_rank=8,
-        engine_command=tuple(command),
-        cpu_kv_gib=1,
-    )
-    return make_engine(ServerFile(server=server))
+    section = {
+        "backend": backend,
+        "device": "cpu",
+        "model": str(model),
+        "dtype": "float32",
+        "context_length": 128,
+        "max_lora_rank": 8,
+        "engine_command": command,
+        "cpu_kv_gib": 1,
+    }
+    return make_engine(from_dict({"server": section}, "test"))
 
 
 @contextlib.asynccontextmanager

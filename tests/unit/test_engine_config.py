@@ -78,6 +78,10 @@ def value_of(flag, line):
     return line[line.index(flag) + 1]
 
 
+def positive(name: str) -> str:
+    return POSITIVE[name] if name in POSITIVE else name
+
+
 def flag(name):
     return "--" + name.replace("_", "-")
 
@@ -97,7 +101,7 @@ def options_of(parser):
 @pytest.mark.parametrize(("backend", "name"), BOOLEANS)
 def test_every_switch_of_the_config_can_be_turned_on_and_off_whatever_its_default(backend, name, wanted, default):
     """Read as the engine would read it, as a pair of flags and (off by default) as a single one."""
-    plain = POSITIVE.get(name, name)
+    plain = positive(name)
     kinds = [argparse.BooleanOptionalAction, *([] if default else ["store_true"])]
     for kind in kinds:
         parser = argparse.ArgumentParser()
@@ -109,7 +113,7 @@ def test_every_switch_of_the_config_can_be_turned_on_and_off_whatever_its_defaul
 @pytest.mark.parametrize(("backend", "name"), BOOLEANS)
 def test_a_switch_of_the_config_without_an_option_list_takes_the_form_that_its_engine_has(backend, name):
     on, off = [ARGUMENTS[backend](msgspec.convert({name: value}, CONFIGS[backend])) for value in (True, False)]
-    plain = flag(POSITIVE.get(name, name))
+    plain = flag(positive(name))
     if name in POSITIVE:
         assert (on, off) == ([plain.replace("--", "--no-", 1)], [plain])
     else:

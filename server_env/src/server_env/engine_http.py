@@ -83,7 +83,7 @@ class EngineHttp:
         lines = (await self.get("/metrics")).decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(tuple(names)))
 
-    def completion(self, ids: Sequence[int] | None, logprobs: Iterable[float | None], finish: str | None) -> Completion:
+    def completion(self, ids: list[int] | None, logprobs: Iterable[float | None], finish: str | None) -> Completion:
         """One completion as it goes to the trainer. Raises EngineFailed for an answer that lacks something."""
         kept = [logprob for logprob in logprobs if logprob is not None]
         reason = _FINISH.get(finish)

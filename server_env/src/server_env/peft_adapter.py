@@ -33,7 +33,9 @@ _DENSE = {"llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma", "gem
 """Model types whose projections have the shapes that their config says, under these names."""
 
 
-class _Tensor(msgspec.Struct, frozen=True):
+class Tensor(msgspec.Struct, frozen=True):
+    """An entry of a safetensors header."""
+
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -151,7 +153,7 @@ def _check_module(module: str, shapes: Mapping[str, tuple[int, ...]], max_rank: 
         )
 
 
-def read_header(data: memoryview) -> dict[str, _Tensor]:
+def read_header(data: memoryview) -> dict[str, Tensor]:
     """The tensors of a safetensors file, checked to lie inside it. Raises Refused when it is none."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(MAX_HEADER_BYTES, len(data) - 8):
@@ -159,7 +161,7 @@ def read_header(data: memoryview) -> dict[str, _Tensor]:
     try:
         entries = msgspec.json.decode(data[8 : 8 + size], type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in entries.items()}
+        tensors = {name: msgspec.json.decode(raw, type=Tensor) for name, raw in entries.items()}
     except msgspec.DecodeError as error:
         raise Refused(f"The adapter's safetensors header cannot be read: {error}.") from None
     room = len(data) - 8 - size

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from bridge.errors import EngineFailed, Refused
 from bridge.protocol import Completion, Sampling
 from server_env import flags, sglang
+from server_env import sglang_wire as wire
 from server_env.config import ServerConfig
 from server_env.engine import Endpoint, EngineFacts, EngineGone
 from server_env.engine_http import KEEP_ALIVE_S, EngineHttp
 from server_env.options import EngineOptions
 from server_env.peft_adapter import BaseModel
+from server_env.sglang_lora import complete
 
 HOST = "127.0.0.1"
 PROBE_PROMPT = (1,)
@@ -41,72 +42,6 @@ SHARED_PREFIX_TOKENS = 64
 """A group's prompt of so many tokens is read once, ahead of its samples, rather than by each of them."""
 
 
-class _Sampling(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """All parameters are given: what is left out SGLang may take from its own command line."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    sampling_seed: int | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-    ignore_eos: bool = False
-
-
-class _Ask(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """POST /generate. A group is a batch of single requests: each has a name of its own by which it can be aborted,
-    and no version of SGLang loses count of an adapter's users over them, as some do with n > 1.
-    """
-
-    rid: list[str]
-    input_ids: list[Sequence[int]]
-    sampling_params: list[_Sampling]
-    lora_path: str | None = None
-    """An adapter's name. Without one SGLang answers for the base model."""
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    return_sampling_mask: bool = False
-
-
-class _Reason(msgspec.Struct, frozen=True):
-    type: str
-
-
-class _Meta(msgspec.Struct, frozen=True):
-    finish_reason: _Reason
-    input_token_logprobs: list[tuple[float | None, int, Any]] = []
-    output_token_logprobs: list[tuple[float | None, int, Any]] = []
-    output_token_sampling_logprobs: list[float] | None = None
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    output_ids: list[int]
-    meta_info: _Meta
-
-
-class _Loaded(msgspec.Struct, frozen=True):
-    loaded_adapters: dict[str, Any]
-
-
-class _Info(msgspec.Struct, frozen=True):
-    version: str
-
-
-class _Model(msgspec.Struct, frozen=True):
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
-
-
-_answers = msgspec.json.Decoder(list[_Answer])
-_loaded = msgspec.json.Decoder(_Loaded)
-_info = msgspec.json.Decoder(_Info)
-_models = msgspec.json.Decoder(_Models)
-
-
 class SGLang:
     """SGLang as an `Engine`. Raises ConfigError at construction for options that it could not start with."""
 
@@ -123,7 +58,7 @@ class SGLang:
         self.adapters_held = self.options.max_loaded_loras or 0
         self._server = server
         self._device = device
-        self._vocab_size = BaseModel.read(self.model).vocab_size
+        self._base = BaseModel.read(self.model)
         self._program = sglang.command(server.engine_command)
         self._arguments = sglang.arguments(self.options, installed)
         self._http = EngineHttp("SGLang", "/health")
@@ -160,9 +95,9 @@ class SGLang:
 
     async def probe(self) -> EngineFacts:
         """Ask for its version, routes, context length and one token."""
-        version = _info.decode(await self._http.get("/server_info")).version
+        version = wire.info.decode(await self._http.get("/server_info")).version
         await self._http.require(NEEDED_ROUTES, version)
-        models = _models.decode(await self._http.get("/v1/models")).data
+        models = wire.models.decode(await self._http.get("/v1/models")).data
         self._max_context = next((m.max_model_len - sglang.SPARE_CONTEXT for m in models if m.max_model_len), 0)
         await self._check_logprobs(version)
         can_sleep = bool(self.options.enable_memory_saver) and all([await self._http.has(r) for r in SLEEP_ROUTES])
@@ -195,7 +130,7 @@ class SGLang:
                 remedy=f'Leave the seed out, or set sglang.extra_args = ["{DETERMINISTIC}"].',
             )
         if n > 1 and len(prompt) >= SHARED_PREFIX_TOKENS and not self.options.disable_radix_cache:
-            await self._ask(adapter, prompt, [_Sampling(max_new_tokens=0, temperature=1.0)])
+            await self._ask(adapter, prompt, [wire.SamplingParams(max_new_tokens=0, temperature=1.0)])
         cut = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         wanted = [self._sampling(sampling, len(prompt), i) for i in range(n)]
         answers = await self._ask(adapter, prompt, wanted, return_logprob=True, return_sampling_mask=cut)
@@ -204,16 +139,17 @@ class SGLang:
 
     async def score(self, adapter: str, token_ids: Sequence[int]) -> list[float]:
         """Untempered logprobs of all tokens but the first."""
-        nothing = _Sampling(max_new_tokens=0, temperature=1.0)
+        nothing = wire.SamplingParams(max_new_tokens=0, temperature=1.0)
         (answer,) = await self._ask(adapter, token_ids, [nothing], return_logprob=True, logprob_start_len=0)
         found = answer.meta_info.input_token_logprobs
         self._http.all_of(found, len(token_ids), "scores")
         return [logprob for logprob, _, _ in found[1:] if logprob is not None]
 
     async def load_adapter(self, name: str, path: Path) -> None:
-        """Load a PEFT folder, and see that SGLang lists it."""
+        """Load a PEFT folder, made whole where SGLang needs it, and see that SGLang lists it."""
+        await asyncio.to_thread(complete, path, self._base)
         answer = await self._http.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, self._admin)
-        if name not in _loaded.decode(answer).loaded_adapters:
+        if name not in wire.loaded.decode(answer).loaded_adapters:
             raise EngineFailed(f"SGLang said that it loaded adapter {name}, and does not list it.")
         self._adapters.add(name)
 
@@ -253,10 +189,10 @@ class SGLang:
         if adapter not in self._adapters:
             raise Refused(f"SGLang answered 404: adapter {adapter} is not loaded.")
 
-    def _sampling(self, sampling: Sampling, prompt_tokens: int, index: int) -> _Sampling:
+    def _sampling(self, sampling: Sampling, prompt_tokens: int, index: int) -> wire.SamplingParams:
         """SGLang refuses what could pass the end of the context, where others stop there."""
         room = self._max_context - prompt_tokens
-        return _Sampling(
+        return wire.SamplingParams(
             max_new_tokens=min(sampling.max_tokens, room) if room > 0 else sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -268,14 +204,14 @@ class SGLang:
         )
 
     async def _ask(
-        self, adapter: str, prompt: Sequence[int], samplings: list[_Sampling], **options: Any
-    ) -> list[_Answer]:
+        self, adapter: str, prompt: Sequence[int], samplings: list[wire.SamplingParams], **options: Any
+    ) -> list[wire.Generated]:
         """One answer for each sampling. Cancelled, nothing of it goes on running."""
         if adapter:
             self._known(adapter)
         self._check(prompt, max(sampling.max_new_tokens for sampling in samplings))
         rids = [uuid.uuid4().hex for _ in samplings]
-        ask = _Ask(
+        ask = wire.Generate(
             rid=rids,
             input_ids=[prompt] * len(samplings),
             sampling_params=samplings,
@@ -283,7 +219,7 @@ class SGLang:
             **options,
         )
         try:
-            answers = _answers.decode(await self._http.post("/generate", ask))
+            answers = wire.generated.decode(await self._http.post("/generate", ask))
         except asyncio.CancelledError:
             self._abort(rids)
             raise
@@ -296,9 +232,10 @@ class SGLang:
             raise Refused(
                 f"SGLang answered 400: a prompt of {len(prompt)} tokens, where the context has {self._max_context}."
             )
-        wrong = [token for token in prompt if token < 0 or 0 < self._vocab_size <= token]
+        most = self._base.vocab_size
+        wrong = [token for token in prompt if token < 0 or 0 < most <= token]
         if wrong:
-            raise Refused(f"Token id {wrong[0]} is out of the model's vocabulary of {self._vocab_size}.")
+            raise Refused(f"Token id {wrong[0]} is out of the model's vocabulary of {most}.")
 
     def _abort(self, rids: Sequence[str]) -> None:
         """Closing the connection is not enough: SGLang looks for that every few seconds only."""
@@ -314,7 +251,7 @@ class SGLang:
         except (EngineGone, EngineFailed, Refused, TimeoutError):
             pass  # Without it the request ends some seconds later.
 
-    def _completion(self, answer: _Answer, *, cut: bool, ends: Sequence[int]) -> Completion:
+    def _completion(self, answer: wire.Generated, *, cut: bool, ends: Sequence[int]) -> Completion:
         """cut: the distribution was. ends: tokens that end a completion."""
         meta = answer.meta_info
         logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
