@@ -11,7 +11,7 @@ from pathlib import Path
 from aiohttp import web
 from fake_core import VOCAB, Ask, Fake, Unloadable, faults, life_of, run
 
-OPEN = ("/health", "/metrics")
+OPEN = ("/health", "/metrics", "/ready")
 ADMIN = ("load", "unload", "abort", "release", "resume")
 
 
@@ -224,5 +224,6 @@ def main() -> None:
         ("GET", "/server_info"): info,
         ("GET", "/metrics"): metrics,
         ("GET", "/health"): health,
+        ("GET", "/ready"): health,
     }
     run(fake, routes, middlewares=[guarded], host=options.host, port=options.port)

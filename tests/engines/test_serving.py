@@ -95,6 +95,16 @@ async def test_scores_are_those_of_hugging_face_without_and_with_an_adapter(clie
     assert base != pytest.approx(adapted, abs=0.1)
 
 
+@pytest.mark.parametrize("targets", [("q_proj",), ("k_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj")])
+async def test_an_adapter_of_some_projections_is_served_whole(client, tiny, reference, tmp_path, targets):
+    adapter = lora_files.make(tiny, 23, scale=0.4, targets=targets)
+    folder = adapter.write(tmp_path / "adapter")
+    await publish(client, adapter)
+    base, adapted = reference.logprobs([{"ids": PROMPT, "temperature": 1.0, "adapter": a} for a in ("", str(folder))])
+    assert await scored(client, PROMPT) == pytest.approx(adapted, abs=TOLERANCE)
+    assert adapted != pytest.approx(base, abs=0.01)
+
+
 async def test_sampling_under_an_adapter_is_sampling_from_that_adapter(client, tiny, reference, tmp_path):
     adapter = lora_files.make(tiny, 22)
     folder = adapter.write(tmp_path / "adapter")
@@ -177,7 +187,7 @@ async def test_an_adapter_of_another_model_is_refused_and_the_old_version_serves
 
 async def test_a_completion_ends_with_the_models_end_of_sequence_token(client, tiny, reference):
     """At this temperature one token in a few hundred is the end; of 32 long completions some come to it."""
-    answer = await client.ask(generate(PROMPT, n=32, max_tokens=200, temperature=1.3, deadline_s=300))
+    answer = await client.ask(generate(PROMPT, n=32, version=0, max_tokens=200, temperature=1.3, deadline_s=300))
     stopped = [
         sample for sample, c in zip(sampled(answer), answer.completions, strict=True) if c.finish_reason == "stop"
     ]

@@ -13,7 +13,7 @@ from server_env.options import EngineOptions, Option
 
 CONFIGS = {"vllm": vllm.VLLMConfig, "sglang": sglang.SGLangConfig}
 ARGUMENTS = {"vllm": vllm.arguments, "sglang": sglang.arguments}
-POSITIVE = {"no_enable_chunked_prefill": "enable_chunked_prefill", "no_enable_prefix_caching": "enable_prefix_caching"}
+NEGATIVE = {"no_enable_chunked_prefill", "no_enable_prefix_caching"}
 """vLLM's own names for switches that are on by default."""
 
 TABLE = {
@@ -79,7 +79,7 @@ def value_of(flag, line):
 
 
 def positive(name: str) -> str:
-    return POSITIVE[name] if name in POSITIVE else name
+    return name.removeprefix("no_") if name in NEGATIVE else name
 
 
 def flag(name):
@@ -114,7 +114,7 @@ def test_every_switch_of_the_config_can_be_turned_on_and_off_whatever_its_defaul
 def test_a_switch_of_the_config_without_an_option_list_takes_the_form_that_its_engine_has(backend, name):
     on, off = [ARGUMENTS[backend](msgspec.convert({name: value}, CONFIGS[backend])) for value in (True, False)]
     plain = flag(positive(name))
-    if name in POSITIVE:
+    if name in NEGATIVE:
         assert (on, off) == ([plain.replace("--", "--no-", 1)], [plain])
     else:
         assert on == [plain]

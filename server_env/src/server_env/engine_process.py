@@ -100,7 +100,7 @@ class EngineProcess:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        keys = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        keys = secrets.token_hex(32), secrets.token_hex(32)  # No signs: a key may be read from a command line.
         self._secrets = tuple(key.encode() for key in keys)
         return Endpoint(path, self._scratch, port, *keys)
 

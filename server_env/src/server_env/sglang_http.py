@@ -69,9 +69,9 @@ class SGLang:
         self._aborting: set[asyncio.Task[None]] = set()
 
     def command(self, endpoint: Endpoint) -> list[str]:
-        """What to run. Its probe is its warm-up."""
+        """What to run."""
         where = ["--host", HOST, "--port", str(endpoint.port), "--config", str(_keys_file(endpoint))]
-        return [*self._program, *where, "--device", self._device, "--skip-server-warmup", *self._arguments]
+        return [*self._program, *where, "--device", self._device, *self._arguments]
 
     def environment(self, cache: Path, endpoint: Endpoint) -> Mapping[str, str]:
         """Variables for it."""
@@ -97,6 +97,8 @@ class SGLang:
         """Ask for its version, routes, context length and one token."""
         version = wire.info.decode(await self._http.get("/server_info")).version
         await self._http.require(NEEDED_ROUTES, version)
+        if await self._http.has("/ready"):
+            await self._http.get("/ready")  # It is up before it has warmed up.
         models = wire.models.decode(await self._http.get("/v1/models")).data
         self._max_context = next((m.max_model_len - sglang.SPARE_CONTEXT for m in models if m.max_model_len), 0)
         await self._check_logprobs(version)
