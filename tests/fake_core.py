@@ -6,9 +6,9 @@ adapter gives other answers. TANDEM_FAKE_FAULT says how to misbehave: faults sep
 line for each thing that happened.
 
 Faults: dies-at-start, never-listens, port-clash, slow-start:SECONDS, no-route:ROUTE, old-logprobs, ignores-sigterm,
-has-child; on generation: dies, hangs, freezes (the whole process), answers-500, drops-connection, shifts-logprobs,
-other-model (vLLM), holds:FILE (answers when FILE exists); on loading: load-500, load-400, load-hangs, load-dies,
-unlisted, ignores-adapter; on unloading: unload-hangs.
+has-child, flat (every token is as likely as any other); on generation: dies, hangs, freezes (the whole process),
+answers-500, drops-connection, shifts-logprobs, other-model (vLLM), holds:FILE (answers when FILE exists); on loading:
+load-500, load-400, load-hangs, load-dies, unlisted, ignores-adapter; on unloading: unload-hangs.
 """
 
 import asyncio
@@ -93,6 +93,8 @@ class Fake:
 
     def log_probabilities(self, adapter: str, before: list[int], temperature: float, top_k: int) -> list[float]:
         """Of every next token, after `before`."""
+        if "flat" in self.faults and not top_k:
+            return [-math.log(VOCAB)] * VOCAB
         identity = b"" if "ignores-adapter" in self.faults else self.adapters.get(adapter, b"")
         rng = random.Random(hashlib.sha256(identity + repr(before[-3:]).encode()).digest())
         logits = [rng.gauss(0, 2) / temperature for _ in range(VOCAB)]

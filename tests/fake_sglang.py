@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
+
 from fake_core import VOCAB, Ask, Fake, Unloadable, faults, life_of, run
 
 OPEN = ("/health", "/metrics", "/ready")

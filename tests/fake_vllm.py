@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from aiohttp import web
+
 from fake_core import VOCAB, Ask, Fake, Unloadable, faults, life_of, run
 
 

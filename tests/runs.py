@@ -3,6 +3,7 @@
 A run's processes are those whose environment holds its mark, whoever their parent is by now.
 """
 
+import array
 import contextlib
 import json
 import os
@@ -31,6 +32,8 @@ POLL_S = 0.05
 PATIENCE_S = 300.0
 """For anything that a run comes to by itself: what takes 20 s takes ten times as long on a busy machine."""
 AT_A_TIME = 2
+GUARD_S = 30.0
+"""What a guard may take to end an engine whose server was killed."""
 
 Scenario = Callable[["Lab"], Any]
 SCENARIOS: dict[str, Scenario] = {}
@@ -76,7 +79,13 @@ class Run:
         environment = {**os.environ, "TANDEM_FAKE_JOURNAL": str(self.journal_path), **variables, MARK: self.mark}
         with (self.folder / "stdout").open("wb") as stdout, (self.folder / "stderr").open("wb") as stderr:
             self.process = subprocess.Popen(
-                words, cwd=self.cwd, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
+                words,
+                cwd=self.cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
             )
 
     @property
@@ -122,7 +131,11 @@ class Run:
         return [entry for entry in self._lines(self.journal_path) if entry["event"] == event]
 
     def interrupt(self, signum: int = signal.SIGINT) -> None:
-        self.process.send_signal(signum)
+        """SIGINT goes to the whole process group, as from a terminal; any other signal to the command alone."""
+        if signum == signal.SIGINT:
+            os.killpg(self.process.pid, signum)
+        else:
+            self.process.send_signal(signum)
 
     def finish(self, timeout_s: float = PATIENCE_S) -> "Run":
         """Wait for its end, and look at once who of it lives."""
@@ -145,9 +158,17 @@ class Run:
         return self
 
     def kill_all(self) -> None:
-        for pid in living(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill the command and its server. Guards are left to end the engines: what an engine's workers are called, and
+        whose they are, cannot be read from outside."""
+        deadline = time.monotonic() + GUARD_S
+        while alive := living(self.mark):
+            late = time.monotonic() > deadline
+            for pid, command in alive.items():
+                if late or "tandem-" in command or pid == self.process.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(POLL_S)
         self.process.wait()
 
     @property
@@ -245,6 +266,21 @@ class Lab:
             if not (model / "complete.json").exists():
                 script = ROOT / "tests" / "engines" / "make_tiny_model.py"
                 subprocess.run([TRAINER_PYTHON, script, model], check=True, capture_output=True, timeout=PATIENCE_S)
+        return model
+
+    def flat(self) -> Path:
+        """The same model with an output layer so small that every token is as likely as any other: the fake engine's
+        logprobs can then be those of the model.
+        """
+        model = self.folder / "flat-model"
+        shutil.copytree(self.tiny(), model)
+        path = model / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        first, end = json.loads(data[8:start])["lm_head.weight"]["data_offsets"]
+        weights = array.array("f", data[start + first : start + end])
+        data[start + first : start + end] = array.array("f", (weight / 1000 for weight in weights)).tobytes()
+        path.write_bytes(data)
         return model
 
     def close(self) -> None:

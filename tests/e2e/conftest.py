@@ -15,7 +15,9 @@ def pytest_collection_finish(session):
 
 
 def _mentioned(item):
-    """The fixtures that a test asks for, by their names or through a parameter."""
+    """The fixtures that a test asks for, by their names or through a parameter. One that is skipped asks for none."""
+    if any(marker.args[0] for marker in item.iter_markers("skipif")):
+        return []
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     return [*getattr(item, "fixturenames", ()), *(value for value in parameters if isinstance(value, str))]
 

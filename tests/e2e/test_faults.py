@@ -10,15 +10,12 @@ import pytest
 from bridge.endpoint import read_connection
 from runs import scenario
 
-UNIFORM = "grpo.temperature=1e6"
-"""So hot that every token is as likely as any other: the fake engine's logprobs are then those of any model."""
-
 
 @scenario
 def engine_killed(lab):
     """The engine reports logprobs that are 0.1 too high, is killed in the middle of a rollout, and comes back."""
     go = lab.folder / "engine-killed-go"
-    run = lab.fake(UNIFORM, "grpo.save_steps=1", fault=f"shifts-logprobs,holds:{go}")
+    run = lab.fake(f"model.name={lab.flat()}", "grpo.save_steps=1", fault=f"flat,shifts-logprobs,holds:{go}")
     run.journals("asked")
     os.kill(run.journal("start")[0]["pid"], signal.SIGKILL)
     go.touch()
@@ -98,8 +95,8 @@ def test_a_killed_engine_is_named_in_the_trainers_log(engine_killed):
 
 
 def test_an_engine_that_shifts_its_logprobs_shows_in_the_first_ratio(engine_killed):
-    assert engine_killed.metrics[0]["ratio_mean"] == pytest.approx(math.exp(-0.1), abs=1e-3)
-    assert "importance ratio is 0.905" in (engine_killed.run_dir / "trainer.log").read_text()
+    assert engine_killed.metrics[0]["ratio_mean"] == pytest.approx(math.exp(-0.1), abs=5e-3)
+    assert "importance ratio is 0.90" in (engine_killed.run_dir / "trainer.log").read_text()
 
 
 def test_a_killed_server_ends_the_run_with_its_log(server_killed):

@@ -86,6 +86,7 @@ def interrupted_rollout(lab):
     go = lab.folder / "interrupted-rollout-go"
     run = lab.fake(fault=f"holds:{go}")
     run.journals("asked")
+    run.rival = lab.fake(output_dir=run.output_dir).finish()
     run.interrupt(signal.SIGTERM)
     run.says("stopping after this step")
     go.touch()
@@ -172,3 +173,12 @@ def test_a_resumed_run_publishes_before_it_samples(interrupted_step):
     assert resumed.journal("load")[0]["name"] == "policy-v000002"
     rollouts = [entry["model"] for entry in resumed.journal("generated") if entry["n"] > 1]
     assert rollouts[0] == "policy-v000002"
+
+
+def test_a_second_trainer_in_the_same_folder_is_refused_and_disturbs_nobody(interrupted_rollout):
+    rival = interrupted_rollout.rival
+    assert rival.code == 2
+    assert "Another tandem-train is at work in" in rival.stderr
+    assert "--run NAME" in rival.stderr
+    assert (rival.run_dir / "connection.json").exists()
+    assert interrupted_rollout.steps == [1]

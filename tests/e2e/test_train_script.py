@@ -64,17 +64,15 @@ def test_a_mistake_is_found_before_anything_is_installed(clone):
 
 
 def test_check_prints_the_plan_and_starts_nothing(lab):
-    before = set((ROOT / "runs").iterdir())
-    run = lab.start(SYSTEM_PYTHON, str(ROOT / "scripts" / "train.py"), "--check").finish()
+    words = (SYSTEM_PYTHON, str(ROOT / "scripts" / "train.py"), "--check")
+    run = lab.start(*words, "--set", f"output_dir={lab.folder / 'checked'}").finish()
     assert run.code == 0, run.report()
     said = {line.split()[0]: line for line in run.stdout.splitlines() if line.strip()}
-    assert "SmolLM2" in said["model"] or "smollm2-135m-instruct" in said["model"]
+    assert "builtin:smollm2-135m-instruct" in said["model"]
     assert "builtin:arithmetic" in said["data"]
-    assert "24 of 2 prompts x 8 completions" in said["steps"]
-    assert "vllm" in said["server"]
-    assert "unsloth" in said["trainer"] or "threads" in said["trainer"]
+    assert "prompts x" in said["steps"]
     assert said["placement"].split()[1].rstrip(":") in ("cpu", "split", "time-share")
     assert "--max-lora-rank 16" in said["engine"]
-    assert set((ROOT / "runs").iterdir()) == before
+    assert not (lab.folder / "checked").exists()
     assert list(run.cwd.iterdir()) == []
     assert living(run.mark) == {}

@@ -23,11 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import lora_files
 import psutil
-from served import ROOT, generate, served
 
+import lora_files
 from bridge import protocol as p
+from served import ROOT, generate, served
 
 MAX_TOKENS = 64
 SEQUENCES = (1, 8, 16, 64)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from served import ROOT
 
 VENVS = Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")

@@ -10,13 +10,13 @@ import sys
 import uuid
 from pathlib import Path
 
-import lora_files
 import pytest
 import pytest_asyncio
-from served import FAKE
 
+import lora_files
 from bridge.errors import Refused
 from bridge.protocol import Sampling, unpack_ids, unpack_logprobs
+from served import FAKE
 from server_env.config import from_dict
 from server_env.engine import EngineGone
 from server_env.engine_process import EngineProcess

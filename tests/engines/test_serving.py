@@ -6,15 +6,15 @@ import os
 import signal
 import time
 
-import lora_files
 import psutil
 import pytest
 import pytest_asyncio
-from served import generate, score, served, until
 
+import lora_files
 from bridge import protocol as p
 from bridge.errors import PeerDied, Refused
 from bridge.guard import processes
+from served import generate, score, served, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900), pytest.mark.slow]
 

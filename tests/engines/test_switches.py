@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from served import tiny_model
 
+from served import tiny_model
 from server_env.config import from_dict
 from server_env.engines import NOWHERE, make_engine
 from server_env.environment import cleaned

@@ -1,6 +1,7 @@
 """Which engine's words the fake one speaks."""
 
 import pytest
+
 import served
 
 

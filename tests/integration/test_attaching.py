@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import aiohttp
-import lora_files
 import pytest
-from served import FAKE, PROGRAM, generate, served, tiny_model, until, write_config
 
+import lora_files
 from bridge import protocol as p
 from bridge.endpoint import read_connection
 from bridge.errors import Refused, StaleVersion
+from served import FAKE, PROGRAM, generate, served, tiny_model, until, write_config
 
 PROMPT = [5, 6, 7, 8]
 

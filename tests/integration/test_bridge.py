@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from bridge_helpers import TRANSPORTS, World, descriptors, generate, generated, new_world, until
 
 from bridge import client as client_module
 from bridge import protocol as p
@@ -32,6 +31,7 @@ from bridge.errors import (
     Timeout,
 )
 from bridge.server import BridgeLimits
+from bridge_helpers import TRANSPORTS, World, descriptors, generate, generated, new_world, until
 
 
 @pytest.fixture(params=TRANSPORTS)

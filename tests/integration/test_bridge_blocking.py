@@ -11,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from bridge_helpers import TRANSPORTS, World, descriptors, generate, generated, new_world, until
 
 from bridge import protocol as p
 from bridge.blocking import BlockingClient
 from bridge.endpoint import Connection, write_connection
 from bridge.errors import PeerDied, ProtocolMismatch, StaleVersion
+from bridge_helpers import TRANSPORTS, World, descriptors, generate, generated, new_world, until
 
 
 class Elsewhere:

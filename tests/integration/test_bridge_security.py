@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from bridge_helpers import TRANSPORTS, Raw, World, generate, generated, new_world, until
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from bridge.endpoint import Connection
 from bridge.errors import BridgeError, ConfigError, Refused
 from bridge.security import KeyPair, ServerKeys, new_keys
 from bridge.server import BridgeLimits, BridgeServer
+from bridge_helpers import TRANSPORTS, Raw, World, generate, generated, new_world, until
 
 EVERYWHERE = [
     "tcp://*:0",
@@ -160,6 +160,7 @@ async def test_a_client_without_curve_gets_nothing(tcp):
 
 async def test_a_stopped_gatekeeper_lets_nobody_in(tcp):
     inside = await tcp.connect()
+    assert await inside.ask(generate("before")) == generated("before")  # Now its data socket is inside as well.
     tcp.server._gatekeeper.stop()
     await refused_promptly(tcp.connection)
     assert await inside.ask(generate("one")) == generated("one")

@@ -5,14 +5,14 @@ import os
 import signal
 import time
 
-import lora_files
 import msgspec
 import pytest
-from served import generate, score, served, tiny_model, until
 
+import lora_files
 from bridge import protocol as p
 from bridge.errors import EngineFailed, Failure, PeerDied, Refused, StaleVersion
 from bridge.guard import processes
+from served import generate, score, served, tiny_model, until
 
 pytestmark = pytest.mark.usefixtures("backend")
 

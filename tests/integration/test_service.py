@@ -3,12 +3,12 @@
 import asyncio
 from pathlib import Path
 
-import lora_files
 import pytest
-from served import generate, score, served, tiny_model, until
 
+import lora_files
 from bridge import protocol as p
 from bridge.errors import Refused, StaleVersion
+from served import generate, score, served, tiny_model, until
 
 pytestmark = pytest.mark.usefixtures("backend")
 

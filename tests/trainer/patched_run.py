@@ -32,7 +32,6 @@ def run(folder: Path, name: str, shift: float, *overrides: str) -> list[dict[str
     """The figures of each step. shift: added to the logprobs that the server reports."""
     from trainer import running
     from trainer.hf_server import HFServer
-
     from trainer_env import models
     from trainer_env.data import Example
 

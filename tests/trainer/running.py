@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainer.hf_server import HFServer
-
 from trainer_env import config as configs
 from trainer_env import grpo, models
 from trainer_env.checkpoints import last_checkpoint, step_of

@@ -8,12 +8,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load, load_file
-from trainer.hf_server import HFServer
-from trainer.running import LOW_TOKENS
 from transformers import AutoModelForCausalLM
 
 from bridge.errors import ConfigError
 from bridge.protocol import unpack_ids, unpack_logprobs
+from trainer.hf_server import HFServer
+from trainer.running import LOW_TOKENS
 from trainer_env import grpo
 from trainer_env.checkpoints import last_checkpoint
 from trainer_env.data import Example

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.hf_server import HFServer
 from trl import GRPOTrainer
 
 from bridge.errors import SyncMismatch
+from trainer.hf_server import HFServer
 from trainer_env import trl_shim
 from trainer_env.agreement import Agreement
 from trainer_env.step_report import StepReport

@@ -5,11 +5,11 @@ import json
 import struct
 from pathlib import Path
 
-import lora_files
 import pytest
-from served import tiny_model
 
+import lora_files
 from bridge.errors import Refused
+from served import tiny_model
 from server_env.peft_adapter import BaseModel, check, read_header
 from server_env.spool import Spool
 

@@ -5,10 +5,10 @@ import json
 
 import msgspec
 import pytest
-from served import tiny_model
 
 from bridge.errors import ConfigError, Refused
 from bridge.protocol import Sampling
+from served import tiny_model
 from server_env import sglang
 from server_env.config import ServerConfig
 from server_env.engine import Endpoint

@@ -3,11 +3,11 @@
 import json
 import math
 
-import lora_files
 import pytest
-from served import tiny_model
 
+import lora_files
 from bridge.errors import Refused
+from served import tiny_model
 from server_env.peft_adapter import BaseModel, check, read_header
 from server_env.sglang_lora import complete
 

@@ -115,6 +115,7 @@ class Publisher:
         except BridgeError as error:
             error.what = f"Adapter version {version} does not serve: {error.what}"
             error.log_path = error.log_path or self._server.welcome.log_path
+            error.remedy = error.remedy or "That log says more. `--resume` goes on from the last checkpoint."
             raise
         if loaded.version != version:
             raise SyncMismatch(

@@ -176,7 +176,8 @@ class ServerProcess:
             f"tandem-server {how} before it was asked to end.",
             log_path=str(self.log_path),
             log_tail=log_tail(self.log_path),
-            remedy="The lines above are its last; `scripts/doctor.py` checks the machine.",
+            remedy="The lines above are its last; `scripts/doctor.py` checks the machine, and `--resume` goes on from "
+            "the last checkpoint.",
         )
 
     def wait_ended(self, timeout_s: float) -> bool:
