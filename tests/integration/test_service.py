@@ -139,6 +139,23 @@ async def test_what_is_in_flight_keeps_its_version_while_newer_ones_come(tmp_pat
         )
 
 
+async def test_no_more_adapters_are_in_flight_at_once_than_the_engine_has_slots_for(tmp_path, model):
+    """Three, here. The base model has a slot of its own, and a fourth adapter waits for one of theirs."""
+    gate = tmp_path / "gate"
+    async with served(tmp_path, model, fault=f"holds:{gate}") as server:
+        client = await server.client("run")
+        asking = [asyncio.create_task(client.ask(generate(PROMPT, version=0)))]
+        for version in range(1, 6):
+            await publish(client, model, version)
+            asking += [asyncio.create_task(client.ask(generate(PROMPT, version=version))) for _ in range(2)]
+            held = 1 + 2 * min(version, 3)
+            await until(lambda held=held: len(server.journal("asked")) == held, f"{held} requests at the engine")
+        await client.ask(p.Ping())
+        assert len(server.journal("asked")) == 7
+        gate.touch()
+        assert sorted([(await task).version for task in asking]) == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
 async def test_two_hundred_publishes_leave_one_load_each_and_few_files(tmp_path, model):
     async with served(tmp_path, model) as server:
         client = await server.client("run")

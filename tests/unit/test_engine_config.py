@@ -208,6 +208,7 @@ def test_the_version_that_is_loaded_has_room_beside_those_that_serve(backend):
         ("sglang", {"enable_lora": False}),
         ("sglang", {"max_loras_per_batch": 3}),
         ("sglang", {"max_loaded_loras": 3}),
+        ("sglang", {"dp_size": 2}),
     ],
 )
 def test_choices_that_training_would_not_survive_are_refused_by_name(backend, native):

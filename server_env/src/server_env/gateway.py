@@ -79,6 +79,7 @@ class Gateway:
         )
         limits = AdapterLimits(
             max_rank=engine.max_lora_rank,
+            at_once=engine.adapter_slots,
             kept=file.server.max_staleness + 1,
             held=engine.adapters_held,
             load_timeout_s=file.server.load_timeout_s,

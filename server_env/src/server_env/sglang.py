@@ -174,6 +174,11 @@ def _check(options: SGLangConfig, server: "ServerConfig", device: str) -> None:
         at_once=("sglang.max_loras_per_batch (which counts the base model)", (options.max_loras_per_batch or 0) - 1),
         held=("sglang.max_loaded_loras", options.max_loaded_loras or 0),
     )
+    if (options.dp_size or 1) > 1:
+        raise ConfigError(
+            f"sglang.dp_size: SGLang loads adapters into one replica only, and dp_size is {options.dp_size}.",
+            remedy="Leave it out; sglang.tp_size spreads one replica over several GPUs.",
+        )
     if options.enable_memory_saver and device == "cpu":
         raise ConfigError("server.sleep: SGLang can sleep on a GPU only.", remedy="Leave server.sleep out.")
 
