@@ -36,10 +36,10 @@ USES_PINNED_MEMORY = """
 from types import SimpleNamespace as Some
 import torch
 from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
-no = lambda: False
-mode = Some(is_decode=lambda: True, is_target_verify=no, is_extend=no, is_draft_extend=no, is_draft_extend_v2=no)
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+batch = Some(batch_size=2, forward_mode=ForwardMode.DECODE, spec_info=None, input_ids=torch.tensor([5, 6]))
 backend = TorchNativeLoRABackend(max_loras_per_batch=2, device=torch.device("cpu"))
-backend.prepare_lora_batch(Some(batch_size=2, forward_mode=mode), [0, 1], [4, 4], [1.0, 1.0], use_cuda_graph=False)
+backend.prepare_lora_batch(batch, [0, 1], [4, 4], [1.0, 1.0], use_cuda_graph=False)
 """
 
 STAND_INS = {
