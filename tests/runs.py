@@ -164,7 +164,7 @@ class Run:
         while alive := living(self.mark):
             late = time.monotonic() > deadline
             for pid, command in alive.items():
-                if late or "tandem-" in command or pid == self.process.pid:
+                if late or "bin/tandem-" in command or pid == self.process.pid:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             self.process.poll()

@@ -175,4 +175,5 @@ def environment(server: "ServerConfig", options: VLLMConfig, device: str, cache:
     if device == "cpu":
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(server.cpu_kv_gib)
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "auto"
+        variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"  # The halves take turns: no core need be left to the trainer.
     return variables | server.engine_env
