@@ -21,6 +21,8 @@ ROOT = Path(__file__).parent.parent
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_engine.py"))]
 PROGRAM = [sys.executable, "-m", "server_env.cli"]
 POLL_S = 0.02
+BACKEND = "vllm"
+"""Of servers whose test does not say; a fixture may change it."""
 
 
 def toml(value) -> str:
@@ -59,6 +61,8 @@ class Client(BridgeClient):
 
 class Served:
     """A running tandem-server."""
+
+    backend = ""
 
     def __init__(self, run_dir: Path, process: subprocess.Popen) -> None:
         self.run_dir = run_dir
@@ -149,7 +153,14 @@ async def served(
     run_dir = tmp_path / "run"
     run_dir.mkdir(exist_ok=True)
     (run_dir / "connection.json").unlink(missing_ok=True)
-    section = {"model": str(model), "context_length": 512, "max_lora_rank": 8, **(server or {}), **settings}
+    section = {
+        "backend": BACKEND,
+        "model": str(model),
+        "context_length": 512,
+        "max_lora_rank": 8,
+        **(server or {}),
+        **settings,
+    }
     if fake:
         section = {"engine_command": FAKE, "device": "cpu", **section}
     config = write_config(tmp_path / "server.toml", {"server": section})
@@ -210,6 +221,7 @@ def tiny_model(folder: Path) -> Path:
                 "num_key_value_heads": 2,
                 "head_dim": 32,
                 "vocab_size": 512,
+                "max_position_embeddings": 1024,
             }
         )
     )

@@ -1,6 +1,7 @@
-"""One real engine and one tiny random model for all tests of a module: a real start takes half a minute or more."""
+"""Real engines and one tiny random model for all tests of a module: a real start takes half a minute or more."""
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,16 +10,26 @@ import pytest
 
 from served import ROOT
 
-VENV = ROOT / ".venvs" / "server-vllm"
-PYTHON = VENV / "bin" / "python"
+VENVS = Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")
 
 
 @pytest.fixture(scope="session")
-def server_python() -> Path:
-    """The Python of the vLLM environment."""
-    if not PYTHON.exists():
-        pytest.skip(f"{VENV} is not installed: bash scripts/setup_envs.sh --only server-vllm")
-    return PYTHON
+def python_of():
+    """The Python of a backend's environment; skips where it is not installed."""
+
+    def python(backend: str) -> Path:
+        path = VENVS / f"server-{backend}" / "bin" / "python"
+        if not path.exists():
+            pytest.skip(f"{path} is missing: bash scripts/setup_envs.sh --only server-{backend}")
+        return path
+
+    return python
+
+
+@pytest.fixture(scope="session")
+def server_python(python_of) -> Path:
+    """A Python that has torch and transformers."""
+    return python_of("vllm")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=3,

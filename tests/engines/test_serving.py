@@ -1,6 +1,7 @@
-"""The real vLLM behind the real tandem-server: what is trained on is what was sampled, whatever happens meanwhile."""
+"""Real engines behind the real tandem-server: what is trained on is what was sampled, whatever happens meanwhile."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -15,12 +16,13 @@ from bridge.errors import PeerDied, Refused
 from bridge.guard import processes
 from served import generate, score, served, until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(500), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900), pytest.mark.slow]
 
 PROMPT = [5, 6, 7, 8, 9]
-START_S = 300
+EOS = 2
+START_S = 600
 TOLERANCE = 1e-3
-SERVER = {"dtype": "float32", "context_length": 512, "cpu_kv_gib": 1}
+SERVER = {"dtype": "float32", "context_length": 512, "cpu_kv_gib": 1, "stall_timeout_s": 40.0}
 """A KV cache of 1 GiB, and float32, in which the engine and Hugging Face agree to rounding."""
 
 
@@ -28,12 +30,14 @@ def program(python):
     return [str(python), "-m", "server_env.cli"]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tiny, server_python, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("serving")
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["vllm", "sglang"])
+async def server(request, tiny, python_of, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    section = {**SERVER, "backend": request.param}
     async with served(
-        folder, tiny, fake=False, program=program(server_python), server=SERVER, wait=False, lease_s=60.0
+        folder, tiny, fake=False, program=program(python_of(request.param)), server=section, wait=False, lease_s=60.0
     ) as it:
+        it.backend = request.param
         await it.ready(START_S)
         yield it
 
@@ -59,9 +63,14 @@ async def scored(client, ids, version=-1):
     return p.unpack_logprobs((await client.ask(score(ids, version=version, deadline_s=60))).logprobs)
 
 
-async def test_the_engine_is_the_one_that_was_asked_for(client):
+def worker_of(engine_pid):
+    """The process in which the engine computes."""
+    return max(psutil.Process(engine_pid).children(recursive=True), key=lambda q: q.memory_info().rss)
+
+
+async def test_the_engine_is_the_one_that_was_asked_for(client, server):
     welcome = client.welcome
-    assert (welcome.engine, welcome.capabilities) == ("vllm", ("lora", "score"))
+    assert (welcome.engine, welcome.capabilities) == (server.backend, ("lora", "score"))
     assert (welcome.limits.max_context, welcome.limits.max_lora_rank, welcome.limits.vocab_size) == (512, 8, 512)
 
 
@@ -84,6 +93,16 @@ async def test_scores_are_those_of_hugging_face_without_and_with_an_adapter(clie
     assert await scored(client, ids, 0) == pytest.approx(base, abs=TOLERANCE)
     assert await scored(client, ids) == pytest.approx(adapted, abs=TOLERANCE)
     assert base != pytest.approx(adapted, abs=0.1)
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("k_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj")])
+async def test_an_adapter_of_some_projections_is_served_whole(client, tiny, reference, tmp_path, targets):
+    adapter = lora_files.make(tiny, 23, scale=0.4, targets=targets)
+    folder = adapter.write(tmp_path / "adapter")
+    await publish(client, adapter)
+    base, adapted = reference.logprobs([{"ids": PROMPT, "temperature": 1.0, "adapter": a} for a in ("", str(folder))])
+    assert await scored(client, PROMPT) == pytest.approx(adapted, abs=TOLERANCE)
+    assert adapted != pytest.approx(base, abs=0.01)
 
 
 async def test_sampling_under_an_adapter_is_sampling_from_that_adapter(client, tiny, reference, tmp_path):
@@ -154,6 +173,49 @@ async def test_a_rank_above_the_servers_is_refused_and_the_old_version_serves_on
     assert await scored(client, PROMPT) == pytest.approx(before, abs=1e-4)
 
 
+async def test_an_adapter_of_another_model_is_refused_and_the_old_version_serves_on(client, tiny, tmp_path):
+    before = await scored(client, PROMPT)
+    config = json.loads((tiny / "config.json").read_text()) | {"hidden_size": 96}
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config))
+    adapter = lora_files.make(other, 62)
+    with pytest.raises(Refused, match="does not belong to the server's base model"):
+        await client.ask(adapter.publish(client.published + 1), adapter.data)
+    assert await scored(client, PROMPT) == pytest.approx(before, abs=1e-4)
+
+
+async def test_a_completion_ends_with_the_models_end_of_sequence_token(client, tiny, reference):
+    """At this temperature one token in a few hundred is the end; of 32 long completions some come to it."""
+    answer = await client.ask(generate(PROMPT, n=32, version=0, max_tokens=200, temperature=1.3, deadline_s=300))
+    stopped = [
+        sample for sample, c in zip(sampled(answer), answer.completions, strict=True) if c.finish_reason == "stop"
+    ]
+    assert stopped
+    for ids, logprobs in stopped:
+        assert ids.index(EOS) == len(ids) - 1 == len(logprobs) - 1
+    (ids, logprobs) = min(stopped, key=lambda sample: len(sample[0]))
+    (expected,) = reference.logprobs([{"ids": PROMPT + ids, "temperature": 1.3, "adapter": ""}])
+    assert logprobs == pytest.approx(expected[len(PROMPT) - 1 :], abs=TOLERANCE)
+
+
+async def test_a_cancelled_group_frees_what_the_engine_held_for_it(client, tiny):
+    """Nothing of it is left that could slow the next one down, or hold its adapter."""
+    version = (await publish(client, lora_files.make(tiny, 65))).version
+    asking = asyncio.create_task(client.ask(generate(PROMPT, n=8, max_tokens=450, ignore_eos=True, deadline_s=200)))
+    async with asyncio.timeout(30):
+        while (await client.ask(p.Status())).in_use.get(version) != 1:
+            pass
+    asking.cancel()
+    async with asyncio.timeout(30):
+        while (await client.ask(p.Status())).in_use:
+            pass
+    for seed in (66, 67, 68):
+        await publish(client, lora_files.make(tiny, seed))
+    assert (await client.ask(generate(PROMPT, max_tokens=2, deadline_s=60))).version == client.published
+    assert (await client.ask(p.Status())).restarts == 0
+
+
 async def test_sixty_versions_in_a_row_each_serve_and_memory_stays_bounded(client, server, tiny):
     pid = (await client.ask(p.Status())).engine_pid
 
@@ -191,15 +253,27 @@ async def test_a_killed_engine_comes_back_with_its_versions_and_answers_what_was
     async with asyncio.timeout(30):
         while not (await client.ask(p.Status())).in_use:
             pass
-    worker = max(psutil.Process(status.engine_pid).children(recursive=True), key=lambda q: q.memory_info().rss)
     old = server.note_family() - {server.process.pid}
-    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(worker_of(status.engine_pid).pid, signal.SIGKILL)
     answer = await asking
     assert answer.version == status.version
     assert all(len(ids) == 200 for ids, _ in sampled(answer))
     after = await client.ask(p.Status())
     assert after.restarts == status.restarts + 1
     assert after.engine_pid != status.engine_pid
+    assert await scored(client, PROMPT) == pytest.approx(before, abs=1e-4)
+    assert not old & processes().keys()
+
+
+async def test_a_frozen_engine_is_replaced_and_what_was_asked_is_answered(client, server):
+    before = await scored(client, PROMPT)
+    status = await client.ask(p.Status())
+    old = server.note_family() - {server.process.pid}
+    os.kill(worker_of(status.engine_pid).pid, signal.SIGSTOP)
+    answer = await client.ask(generate(PROMPT, n=2, max_tokens=20, ignore_eos=True, deadline_s=800))
+    assert answer.version == status.version
+    assert all(len(ids) == 20 for ids, _ in sampled(answer))
+    assert (await client.ask(p.Status())).restarts == status.restarts + 1
     assert await scored(client, PROMPT) == pytest.approx(before, abs=1e-4)
     assert not old & processes().keys()
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import time
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -117,7 +119,7 @@ async def test_a_server_of_one_run_admits_no_other(tmp_path, model):
 ASLEEP = {"device": "cuda", "sleep": True}
 
 
-async def test_sleep_waits_for_what_is_in_flight_and_holds_what_comes(tmp_path, model):
+async def test_sleep_waits_for_what_is_in_flight_and_holds_what_comes(tmp_path, model, backend):
     gate = tmp_path / "gate"
     async with served(tmp_path, model, fault=f"holds:{gate}", server=ASLEEP) as server:
         client = await server.client("run")
@@ -139,7 +141,8 @@ async def test_sleep_waits_for_what_is_in_flight_and_holds_what_comes(tmp_path, 
         order = [
             e["event"] + "".join(e.get("tags", [])) for e in server.journal() if e["event"] in ("sleep", "wake", "load")
         ]
-        assert order == ["sleep", "wakeweights", "load", "wakekv_cache"]
+        slept = {"vllm": ["sleep", "wakeweights"], "sglang": ["sleepkv_cache"]}  # SGLang's weights stay where they are.
+        assert order == [*slept[backend], "load", "wakekv_cache"]
         assert not server.journal("generated-asleep")
 
 
@@ -149,7 +152,7 @@ async def test_an_engine_that_cannot_sleep_says_so(tmp_path, model):
             await (await server.client()).ask(p.Sleep())
 
 
-async def test_a_kept_server_sleeps_until_its_trainer_is_back(tmp_path, model):
+async def test_a_kept_server_sleeps_until_its_trainer_is_back(tmp_path, model, backend):
     async with served(tmp_path, model, server=ASLEEP, lease_s=0.5, keep_server_s=60.0) as server:
         first = await server.client("run")
         await first.close()
@@ -198,6 +201,31 @@ async def test_people_get_the_openai_api_and_metrics_but_nothing_that_changes_th
             assert "vllm:generation_tokens_total" in metrics
             for route in ("/sleep?level=1", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc"):
                 assert (await http.post(route, json={})).status == 404
+
+
+async def test_people_need_no_key_and_reach_an_engine_that_has_one(tmp_path, model):
+    async with served(tmp_path, model, http="127.0.0.1:0", server={"backend": "sglang"}) as server:
+        client = await server.client("run")
+        await publish(client, model, 3)
+        async with aiohttp.ClientSession(client.welcome.http_url) as http:
+            for headers in ({}, {"Authorization": "Bearer EMPTY"}):
+                async with http.get("/v1/models", headers=headers) as answer:
+                    assert {m["id"] for m in (await answer.json())["data"]} == {"model", "policy-v000003"}
+            for route in ("/generate", "/load_lora_adapter", "/abort_request", "/release_memory_occupation"):
+                assert (await http.post(route, json={})).status == 404
+
+
+async def test_keys_are_in_no_argument_no_variable_no_log_and_no_file(tmp_path, model):
+    """The fake engine prints its keys, as SGLang does; that they once were there shows in what was written over."""
+    async with served(tmp_path, model, server={"backend": "sglang"}) as server:
+        await server.client("run")
+        start = server.journal("start")[0]
+        assert not {"--api-key", "--admin-api-key"} & set(start["argv"])
+        assert not Path(start["argv"][start["argv"].index("--config") + 1]).exists()
+        log = (server.run_dir / "engine.log").read_text()
+        assert "'api-key': '" + "*" * 64 in log
+        assert "'admin-api-key': '" + "*" * 64 in log
+        assert not any("key" in name.lower() for name in start["environment"].keys() - os.environ.keys())
 
 
 async def test_without_being_asked_no_port_is_open(tmp_path, model):

@@ -10,6 +10,8 @@ from bridge import protocol as p
 from bridge.errors import Refused, StaleVersion
 from served import generate, score, served, tiny_model, until
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 PROMPT = [5, 6, 7, 8]
 
 
@@ -39,10 +41,10 @@ async def test_completions_come_as_token_ids_with_one_logprob_each(tmp_path, mod
         assert completion.finish_reason == "length"
 
 
-async def test_the_welcome_says_what_the_engine_can_do(tmp_path, model):
+async def test_the_welcome_says_what_the_engine_can_do(tmp_path, model, backend):
     async with served(tmp_path, model) as server:
         welcome = (await server.client("run")).welcome
-    assert (welcome.engine, welcome.engine_version, welcome.version) == ("vllm", "0.0.fake", 0)
+    assert (welcome.engine, welcome.engine_version, welcome.version) == (backend, "0.0.fake", 0)
     assert welcome.capabilities == ("lora", "score")
     assert welcome.limits == p.Limits(
         max_context=512, max_lora_rank=8, adapter_slots=3, max_in_flight=4096, vocab_size=512
@@ -135,6 +137,23 @@ async def test_what_is_in_flight_keeps_its_version_while_newer_ones_come(tmp_pat
         await until(
             lambda: "policy-v000001" in {e["name"] for e in server.journal("unload")}, "version 1 to be unloaded"
         )
+
+
+async def test_no_more_adapters_are_in_flight_at_once_than_the_engine_has_slots_for(tmp_path, model):
+    """Three, here. The base model has a slot of its own, and a fourth adapter waits for one of theirs."""
+    gate = tmp_path / "gate"
+    async with served(tmp_path, model, fault=f"holds:{gate}") as server:
+        client = await server.client("run")
+        asking = [asyncio.create_task(client.ask(generate(PROMPT, version=0)))]
+        for version in range(1, 6):
+            await publish(client, model, version)
+            asking += [asyncio.create_task(client.ask(generate(PROMPT, version=version))) for _ in range(2)]
+            held = 1 + 2 * min(version, 3)
+            await until(lambda held=held: len(server.journal("asked")) == held, f"{held} requests at the engine")
+        await client.ask(p.Ping())
+        assert len(server.journal("asked")) == 7
+        gate.touch()
+        assert sorted([(await task).version for task in asking]) == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 async def test_two_hundred_publishes_leave_one_load_each_and_few_files(tmp_path, model):

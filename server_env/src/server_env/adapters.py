@@ -17,12 +17,15 @@ from bridge.errors import BridgeError, EngineFailed, Refused, StaleVersion, Time
 from bridge.protocol import AdapterLoaded, PublishAdapter
 from server_env.engine import Engine, EngineGone
 from server_env.peft_adapter import BaseModel, check
+from server_env.slots import Slots
 from server_env.spool import Spool
 from server_env.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-UNLOAD_TIMEOUT_S = 30.0
+UNLOAD_TIMEOUT_S = 15.0
+"""No request of ours is in flight under an adapter that is unloaded. An engine that waits for one all the same has lost
+count, and SGLang loads nothing meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,9 +60,12 @@ BASE = AdapterLoaded(version=0, name="", nbytes=0, spool_s=0.0, load_s=0.0)
 
 @dataclass
 class AdapterLimits:
-    """max_rank as the engine was started; kept: newest versions that can be named; held: adapters loaded at once."""
+    """max_rank and at_once (adapters that share a batch) as the engine was started; kept: newest versions that can be
+    named; held: adapters loaded at once.
+    """
 
     max_rank: int
+    at_once: int
     kept: int
     held: int
     load_timeout_s: float
@@ -87,6 +93,9 @@ class Adapters:
     _to_delete: list[Path] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self._slots = Slots(self.limits.at_once)
+
     @property
     def loaded(self) -> tuple[int, ...]:
         """Versions that requests may name, the base model aside."""
@@ -113,7 +122,8 @@ class Adapters:
             )
         held.requests += 1
         try:
-            yield held
+            async with self._slots.taken(held.adapter):
+                yield held
         finally:
             held.requests -= 1
             self._retire_outgoing()
@@ -309,10 +319,13 @@ class Adapters:
     async def _unload(self, adapter: Loaded) -> None:
         if self.supervisor.state != "ready":
             return  # The next life of the engine never hears of it.
+        life = self.supervisor.life
         try:
-            async with asyncio.timeout(UNLOAD_TIMEOUT_S):
+            async with asyncio.timeout(min(UNLOAD_TIMEOUT_S, self.limits.load_timeout_s)):
                 await self.supervisor.engine.unload_adapter(adapter.name)
-        except (BridgeError, EngineGone, TimeoutError) as error:
+        except TimeoutError:
+            await self.supervisor.replace(life, f"adapter {adapter.name} cannot be unloaded")
+        except (BridgeError, EngineGone) as error:
             log.warning("adapter %s was not unloaded: %r", adapter.name, error)
 
 

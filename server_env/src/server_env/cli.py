@@ -72,7 +72,7 @@ def _configuration(arguments: argparse.Namespace) -> "ServerFile":
 def _command_line(file: "ServerFile") -> str:
     import shlex
 
-    from server_env.gateway import NOWHERE, make_engine
+    from server_env.engines import NOWHERE, make_engine
 
     return shlex.join(make_engine(file).command(NOWHERE))
 

@@ -8,6 +8,7 @@ import msgspec
 
 from bridge.errors import ConfigError
 from bridge.settings import decode_dict, decode_toml
+from server_env.sglang import SGLangConfig
 from server_env.vllm import VLLMConfig
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -99,7 +100,12 @@ class ServerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     server: ServerConfig
     vllm: VLLMConfig = VLLMConfig()
-    sglang: dict[str, Any] = {}
+    sglang: SGLangConfig = SGLangConfig()
+
+    @property
+    def model(self) -> str:
+        """What is served: the engine's own option, or else the intent."""
+        return {"vllm": self.vllm.model, "sglang": self.sglang.model_path}[self.server.backend] or self.server.model
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> ServerFile:
@@ -115,7 +121,7 @@ def from_dict(data: dict[str, Any], source: str) -> ServerFile:
 def checked(file: ServerFile, source: str) -> ServerFile:
     """What no single field can say. Raises ConfigError."""
     server = file.server
-    if not server.model and not (server.backend == "vllm" and file.vllm.model):
+    if not file.model:
         raise ConfigError(f"{source}: server.model: is missing, and has no default.")
     if server.slots < server.max_staleness + 2:
         raise ConfigError(

@@ -16,10 +16,16 @@ class EngineGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where one life of the engine listens, and the folder for its short-lived files. Paths fit a Unix socket."""
+    """Where one life of the engine listens, and the folder for its short-lived files. Paths fit a Unix socket.
+
+    port, key, admin_key: for an engine that can only listen on TCP, where the keys keep everybody else out.
+    """
 
     socket: Path
     scratch: Path
+    port: int = 0
+    key: str = ""
+    admin_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,9 @@ class Engine(Protocol):
     model: str
     max_lora_rank: int
     adapter_slots: int
+    """Versions that can share a batch."""
+    adapters_held: int
+    """Versions loaded at once."""
 
     def command(self, endpoint: Endpoint) -> list[str]:
         """What to run."""
@@ -51,6 +60,10 @@ class Engine(Protocol):
 
     def environment(self, cache: Path, endpoint: Endpoint) -> Mapping[str, str]:
         """Variables for it, over the cleaned ones."""
+        ...
+
+    def private_files(self, endpoint: Endpoint) -> Mapping[Path, str]:
+        """Files (0600) that its command line names, and that are deleted when it has read them."""
         ...
 
     async def connect(self, endpoint: Endpoint) -> None:

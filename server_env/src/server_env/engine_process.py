@@ -4,11 +4,14 @@ import asyncio
 import logging
 import os
 import re
+import secrets
 import shlex
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from bridge.endpoint import write_private
 from bridge.errors import EngineFailed, Refused
 from bridge.process import GuardedProcess, Rung, log_tail
 from server_env.engine import Endpoint, Engine, EngineFacts, EngineGone
@@ -23,9 +26,11 @@ KILL_S = 10.0
 FAILED_START_TERM_S = 2.0
 TAIL_LINES = 30
 
-_CLASH = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_CLASH = re.compile(r"EADDRINUSE|address already in use|\bport\b.{0,40}\b(?:in use|not available)", re.IGNORECASE)
 _CAUSE = re.compile(r"\b((?:[\w.]*(?:Error|Exception))\b: .*)")
-_CONSEQUENCE = re.compile(r"initialization failed|See root cause|EngineDead|Engine process failed", re.IGNORECASE)
+_CONSEQUENCE = re.compile(
+    r"initialization failed|See root cause|EngineDead|Engine process failed|Ignore import error", re.IGNORECASE
+)
 
 
 class EngineProcess:
@@ -42,6 +47,7 @@ class EngineProcess:
         self._cache = cache
         self._environment = environment
         self._process: GuardedProcess | None = None
+        self._secrets: tuple[bytes, ...] = ()
         self._hurried = False
         self._log_start = 0
 
@@ -64,22 +70,39 @@ class EngineProcess:
 
     async def _start_once(self, timeout_s: float) -> EngineFacts:
         self.lives += 1
-        endpoint = Endpoint(self._scratch / f"engine{self.lives}.sock", self._scratch)
-        endpoint.socket.unlink(missing_ok=True)
+        endpoint = self._endpoint()
         command = self.engine.command(endpoint)
+        private = self.engine.private_files(endpoint)
         self._mark_log(command)
         environment = {**cleaned(self._environment, self._device), **self.engine.environment(self._cache, endpoint)}
         log.info("starting the engine (life %d): %s", self.lives, shlex.join(command))
         started = time.monotonic()
-        self._process = await GuardedProcess.start(command, env=environment, log_path=self.log_path)
+        for path, content in private.items():
+            write_private(path, content.encode())
         try:
+            self._process = await GuardedProcess.start(command, env=environment, log_path=self.log_path)
             await self.engine.connect(endpoint)
             facts = await self._until_it_answers(self._process, timeout_s)
         except BaseException:
             await self.stop(FAILED_START_TERM_S)
             raise
+        finally:
+            for path in private:
+                path.unlink(missing_ok=True)
+            self._erase_secrets()
         log.info("the engine answers after %.1f s (pid %d)", time.monotonic() - started, self.pid)
         return facts
+
+    def _endpoint(self) -> Endpoint:
+        """A new one each life. A port that is free now may be taken when the engine gets to it: see `start`."""
+        path = self._scratch / f"engine{self.lives}.sock"
+        path.unlink(missing_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        keys = secrets.token_hex(32), secrets.token_hex(32)  # No signs: a key may be read from a command line.
+        self._secrets = tuple(key.encode() for key in keys)
+        return Endpoint(path, self._scratch, port, *keys)
 
     async def _until_it_answers(self, process: GuardedProcess, timeout_s: float) -> EngineFacts:
         answered = asyncio.create_task(self._answer())
@@ -130,6 +153,7 @@ class EngineProcess:
 
     def failure(self, what: str, remedy: str = "") -> EngineFailed:
         """An EngineFailed about this life, with the cause that its log names."""
+        self._erase_secrets()
         return EngineFailed(
             what,
             why=self._cause(),
@@ -142,6 +166,16 @@ class EngineProcess:
         with self.log_path.open("ab") as file:
             file.write(f"--- life {self.lives}: {shlex.join(command)}\n".encode())
             self._log_start = file.seek(0, os.SEEK_END)
+
+    def _erase_secrets(self) -> None:
+        """Engines log their configuration, keys included: write over them, in place, for the engine appends."""
+        with self.log_path.open("r+b") as file:
+            file.seek(self._log_start)
+            text = file.read()
+            for secret in self._secrets:
+                for found in re.finditer(re.escape(secret), text):
+                    file.seek(self._log_start + found.start())
+                    file.write(b"*" * len(secret))
 
     def _life_log(self) -> str:
         with self.log_path.open("rb") as file:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import fcntl
-import importlib.metadata
 import logging
 import os
 import resource
@@ -16,12 +15,11 @@ from bridge.errors import ConfigError
 from bridge.protocol import Stats
 from bridge.security import ServerKeys, new_keys
 from bridge.server import BridgeLimits, BridgeServer
-from server_env import options
 from server_env.adapters import AdapterLimits, Adapters
 from server_env.cache import EngineCache
 from server_env.config import ServerFile
-from server_env.engine import Endpoint, Engine
 from server_env.engine_process import EngineProcess
+from server_env.engines import NOWHERE, device_of, make_engine
 from server_env.http_front import HttpFront
 from server_env.peft_adapter import BaseModel
 from server_env.scratch import Scratch
@@ -29,32 +27,10 @@ from server_env.service import Service
 from server_env.sleeping import Sleeper
 from server_env.spool import Spool
 from server_env.supervisor import Supervisor
-from server_env.vllm_http import VLLM
 
 log = logging.getLogger(__name__)
 
 STATS_S = 5.0
-NOWHERE = Endpoint(Path("ENGINE.sock"), Path())
-"""Stands for what changes from start to start, where a command line is only looked at."""
-
-
-def device_of(file: ServerFile) -> str:
-    """Cpu or cuda: as configured, else what this environment's torch was built for."""
-    if file.server.device != "auto":
-        return file.server.device
-    try:
-        return "cpu" if importlib.metadata.version("torch").endswith("+cpu") else "cuda"
-    except importlib.metadata.PackageNotFoundError:
-        return "cpu"
-
-
-def make_engine(file: ServerFile) -> Engine:
-    """The configured engine, not started. Raises ConfigError for options that it could not start with."""
-    match file.server.backend:
-        case "vllm":
-            return VLLM(file.server, file.vllm, device_of(file), options.installed())
-        case "sglang":
-            raise ConfigError("server.backend: this server cannot drive SGLang.", remedy="Use backend = 'vllm'.")
 
 
 async def serve(file: ServerFile, run_dir: Path) -> str:
@@ -103,8 +79,9 @@ class Gateway:
         )
         limits = AdapterLimits(
             max_rank=engine.max_lora_rank,
+            at_once=engine.adapter_slots,
             kept=file.server.max_staleness + 1,
-            held=file.server.held,
+            held=engine.adapters_held,
             load_timeout_s=file.server.load_timeout_s,
         )
         self._adapters = Adapters(self._supervisor, spool, BaseModel.read(engine.model), limits)

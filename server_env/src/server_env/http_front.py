@@ -14,11 +14,14 @@ PASSED = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/
 """Not among them: loading adapters, sleeping, and what else changes the engine under the trainer's feet."""
 
 MAX_BODY_BYTES = 64 << 20
-_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"}
+_NOT_PASSED = {
+    *("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"),
+    "authorization",  # OpenAI clients always send some key; the engine's own is added here.
+}
 
 
 class HttpFront:
-    """A small proxy in front of the engine's socket. Answers are passed on as they come, streams too.
+    """A small proxy in front of the engine's own API. Answers are passed on as they come, streams too.
 
     own_metrics: Prometheus text about the server itself, added to the engine's.
     """
@@ -59,7 +62,7 @@ class HttpFront:
         return web.Response(text=text, content_type="text/plain")
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED}
         body = await request.read()
         try:
             session = self._supervisor.engine.http()
@@ -70,7 +73,7 @@ class HttpFront:
 
 
 async def _stream(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    headers = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP}
+    headers = {k: v for k, v in answer.headers.items() if k.lower() not in _NOT_PASSED}
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
     async for chunk in answer.content.iter_any():

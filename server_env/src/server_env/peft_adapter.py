@@ -33,7 +33,9 @@ _DENSE = {"llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma", "gem
 """Model types whose projections have the shapes that their config says, under these names."""
 
 
-class _Tensor(msgspec.Struct, frozen=True):
+class Tensor(msgspec.Struct, frozen=True):
+    """An entry of a safetensors header."""
+
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -41,11 +43,16 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What a model folder's config.json says, as far as adapters can be held against it. Shapes are (in, out)."""
+    """What a model folder's config.json says; 0 and None where it does not. Shapes are (in, out).
+
+    kv_values: numbers that the KV cache holds for one token. max_context: tokens that the model was made for.
+    """
 
     vocab_size: int = 0
     layers: int = 0
     projections: Mapping[str, tuple[int, int]] | None = None
+    kv_values: int = 0
+    max_context: int = 0
 
     @classmethod
     def read(cls, model: str) -> "BaseModel":
@@ -56,7 +63,10 @@ class BaseModel:
         config = json.loads(path.read_text(encoding="utf-8"))
         text = {**config, **config.get("text_config", {})}
         vocab_size, layers = int(text.get("vocab_size") or 0), int(text.get("num_hidden_layers") or 0)
-        return cls(vocab_size, layers, _projections(text) if config.get("model_type") in _DENSE else None)
+        projections = _projections(text) if config.get("model_type") in _DENSE else None
+        kv_values = 2 * layers * projections["k_proj"][1] if projections else 0
+        max_context = int(text.get("max_position_embeddings") or 0)
+        return cls(vocab_size, layers, projections, kv_values, max_context)
 
 
 def _projections(config: Mapping[str, Any]) -> dict[str, tuple[int, int]] | None:
@@ -143,7 +153,7 @@ def _check_module(module: str, shapes: Mapping[str, tuple[int, ...]], max_rank: 
         )
 
 
-def read_header(data: memoryview) -> dict[str, _Tensor]:
+def read_header(data: memoryview) -> dict[str, Tensor]:
     """The tensors of a safetensors file, checked to lie inside it. Raises Refused when it is none."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(MAX_HEADER_BYTES, len(data) - 8):
@@ -151,7 +161,7 @@ def read_header(data: memoryview) -> dict[str, _Tensor]:
     try:
         entries = msgspec.json.decode(data[8 : 8 + size], type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in entries.items()}
+        tensors = {name: msgspec.json.decode(raw, type=Tensor) for name, raw in entries.items()}
     except msgspec.DecodeError as error:
         raise Refused(f"The adapter's safetensors header cannot be read: {error}.") from None
     room = len(data) - 8 - size

@@ -74,6 +74,11 @@ class Supervisor:
         """The engine's process id, 0 while there is none."""
         return self._process.pid
 
+    @property
+    def life(self) -> int:
+        """Counts the engine's starts."""
+        return self._process.lives
+
     async def start(self) -> EngineFacts:
         """The first start. Raises EngineFailed: an engine that never came up is not tried again."""
         self.facts = await self._process.start(self._startup_timeout_s)
@@ -113,6 +118,12 @@ class Supervisor:
             finally:
                 self._open -= 1
         raise self._process.failure(f"The engine was lost {MAX_TRIES} times while it worked on this request: {why}")
+
+    async def replace(self, life: int, why: str) -> None:
+        """End a life that cannot go on as it is; the next one begins by itself."""
+        if not self._over(life):
+            log.error("%s: ending the engine", why)
+            await self._process.stop()
 
     async def _until_ready(self) -> None:
         while self.state != "ready":
@@ -201,8 +212,7 @@ class Supervisor:
             if not self._open or self._over(life) or now not in (None, seen):
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > self._stall_timeout_s:
-                log.error("the engine has made no progress for %g s: ending it", self._stall_timeout_s)
-                await self._process.stop()
+                await self.replace(life, f"the engine has made no progress for {self._stall_timeout_s:g} s")
 
     async def _progress_or_none(self) -> float | None:
         if not self._open:

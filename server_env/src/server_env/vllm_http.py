@@ -1,30 +1,19 @@
 """vLLM's HTTP routes over its Unix socket: what is asked, what of the answer is read, what its status codes mean."""
 
-import asyncio
-import errno
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
 from bridge.errors import EngineFailed, Refused
-from bridge.protocol import Completion, Sampling, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from server_env import vllm
+from bridge.protocol import Completion, Sampling, unpack_ids, unpack_logprobs
+from server_env import flags, vllm
 from server_env.config import ServerConfig
-from server_env.engine import Endpoint, EngineFacts, EngineGone
+from server_env.engine import Endpoint, EngineFacts
+from server_env.engine_http import KEEP_ALIVE_S, EngineHttp
 from server_env.options import EngineOptions
 
-KEEP_ALIVE_S = 15.0
-"""Below the engine's own (see vllm.environment)."""
-
-QUEUE_FULL = (errno.EAGAIN, errno.EINVAL, errno.ENOTCONN)
-"""How connecting to a Unix socket fails when too many others are about to be accepted. asyncio takes the EAGAIN for a
-connection in progress, and finds out at its first use."""
-
-QUEUE_FULL_PAUSE_S = 0.02
 PROBE_PROMPT = (1,)
 PROBE_NOISE = 0.25
 """Logprobs of the same distribution differ by less, whatever the precision."""
@@ -33,6 +22,7 @@ PROBE_UNLIKELY = -2.0
 
 NEEDED_ROUTES = ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 SLEEP_ROUTES = ("/sleep", "/wake_up")
+TOKEN_COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
 
 class _Ask(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -96,9 +86,6 @@ class _Version(msgspec.Struct, frozen=True):
 _completions = msgspec.json.Decoder(_Completions)
 _models = msgspec.json.Decoder(_Models)
 _version = msgspec.json.Decoder(_Version)
-_encode = msgspec.json.Encoder().encode
-
-_FINISH: dict[str | None, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class VLLM:
@@ -109,16 +96,17 @@ class VLLM:
     def __init__(
         self, server: ServerConfig, native: vllm.VLLMConfig, device: str, installed: EngineOptions | None
     ) -> None:
-        self.installed_version = installed.version if installed else vllm.installed_version()
+        self.installed_version = installed.version if installed else flags.installed_version(vllm.DISTRIBUTIONS)
         self.options = vllm.resolve(server, native, device, installed)
         self.model = self.options.model or ""
         self.max_lora_rank = self.options.max_lora_rank or 0
         self.adapter_slots = self.options.max_loras or 0
+        self.adapters_held = self.options.max_cpu_loras or 0
         self._server = server
         self._device = device
         self._program = vllm.command(server.engine_command)
         self._arguments = vllm.arguments(self.options, installed)
-        self._session: aiohttp.ClientSession | None = None
+        self._http = EngineHttp("vLLM", "/health")
 
     def command(self, endpoint: Endpoint) -> list[str]:
         """What to run."""
@@ -129,36 +117,27 @@ class VLLM:
         """Variables for it."""
         return vllm.environment(self._server, self.options, self._device, cache, endpoint.scratch)
 
+    def private_files(self, endpoint: Endpoint) -> Mapping[Path, str]:  # noqa: ARG002 (another engine needs it)
+        """None: who may enter the socket's folder may ask."""
+        return {}
+
     async def connect(self, endpoint: Endpoint) -> None:
         """Talk to this endpoint from now on. One connection a request: their number is bounded by the bridge."""
-        await self.close()
         connector = aiohttp.UnixConnector(str(endpoint.socket), limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(
-            "http://vllm", connector=connector, timeout=aiohttp.ClientTimeout(total=None)
-        )
+        await self._http.open("http://vllm", connector)
 
     async def close(self) -> None:
         """Close all connections. vLLM aborts a request whose connection closes."""
-        session, self._session = self._session, None
-        if session:
-            await session.close()
+        await self._http.close()
 
     async def probe(self) -> EngineFacts:
         """Ask for its version, routes, context length and one token."""
-        version = _version.decode(await self._get("/version")).version
-        found = await asyncio.gather(*(self._has(route) for route in (*NEEDED_ROUTES, *SLEEP_ROUTES)))
-        routes = dict(zip((*NEEDED_ROUTES, *SLEEP_ROUTES), found, strict=True))
-        missing = [route for route in NEEDED_ROUTES if not routes[route]]
-        if missing:
-            raise EngineFailed(
-                f"vLLM {version} has no route {', '.join(missing)}.",
-                why="This version moved it, or was started without runtime adapter loading.",
-                remedy="Use a version of vLLM that envs.lock names.",
-            )
-        models = _models.decode(await self._get("/v1/models")).data
+        version = _version.decode(await self._http.get("/version")).version
+        await self._http.require(NEEDED_ROUTES, version)
+        models = _models.decode(await self._http.get("/v1/models")).data
         await self._check_logprobs(version)
         # On CPU the routes exist, answer 200 and do nothing.
-        can_sleep = bool(self.options.enable_sleep_mode) and all(routes[route] for route in SLEEP_ROUTES)
+        can_sleep = bool(self.options.enable_sleep_mode) and all([await self._http.has(r) for r in SLEEP_ROUTES])
         return EngineFacts(
             version=version,
             max_context=next((m.max_model_len for m in models if m.max_model_len), 0),
@@ -179,140 +158,84 @@ class VLLM:
             raise EngineFailed(
                 f"vLLM {version} reports logprobs of another distribution than it samples from.",
                 why="--logprobs-mode processed_logprobs has no effect in this version.",
-                remedy="Use a version of vLLM that envs.lock names.",
+                remedy=self._http.other_version,
             )
 
     async def generate(self, adapter: str, prompt: Sequence[int], n: int, sampling: Sampling) -> tuple[Completion, ...]:
         """N completions of one prompt."""
-        answer = await self._complete(self._ask(adapter, prompt, n, sampling))
-        if len(answer.choices) != n:
-            raise EngineFailed(f"vLLM answered {len(answer.choices)} completions where {n} were asked for.")
-        return tuple(_completion(choice) for choice in sorted(answer.choices, key=lambda choice: choice.index))
+        answer = await self._complete(_ask(adapter, prompt, n, sampling))
+        self._http.all_of(answer.choices, n, "completions")
+        return tuple(self._completion(choice) for choice in sorted(answer.choices, key=lambda choice: choice.index))
 
     async def score(self, adapter: str, token_ids: Sequence[int]) -> list[float]:
         """Untempered logprobs of all tokens but the first: vLLM scores prompts before temperature in every mode."""
-        ask = self._ask(adapter, token_ids, 1, Sampling(max_tokens=1))
+        ask = _ask(adapter, token_ids, 1, Sampling(max_tokens=1))
         answer = await self._complete(msgspec.structs.replace(ask, prompt_logprobs=0, logprobs=None))
         found = answer.choices[0].prompt_logprobs or []
-        if len(found) != len(token_ids):
-            raise EngineFailed(f"vLLM scored {len(found)} of {len(token_ids)} tokens.")
+        self._http.all_of(found, len(token_ids), "scores")
         return [entry[token].logprob for token, entry in zip(token_ids[1:], found[1:], strict=True) if entry]
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load a PEFT folder, and see that vLLM lists it."""
         try:
-            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+            await self._http.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         except EngineFailed as error:  # vLLM has 500 for every adapter that it cannot use.
             raise Refused(error.what) from None
-        if name not in {model.id for model in _models.decode(await self._get("/v1/models")).data}:
+        if name not in {model.id for model in _models.decode(await self._http.get("/v1/models")).data}:
             raise EngineFailed(f"vLLM said that it loaded adapter {name}, and does not list it.")
 
     async def unload_adapter(self, name: str) -> None:
         """Forget a name. The weights stay in vLLM's cache until newer ones push them out."""
-        await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+        await self._http.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def sleep(self) -> None:
         """Move weights to main memory, drop the KV cache. Level 2 would lose the weights."""
-        await self._post("/sleep?level=1", None)
+        await self._http.post("/sleep?level=1", None)
 
     async def wake_weights(self) -> None:
         """Bring the weights back: adapters can be loaded."""
-        await self._post("/wake_up?tags=weights", None)
+        await self._http.post("/wake_up?tags=weights", None)
 
     async def wake(self) -> None:
         """Bring the KV cache back."""
-        await self._post("/wake_up?tags=kv_cache", None)
+        await self._http.post("/wake_up?tags=kv_cache", None)
 
     def http(self) -> aiohttp.ClientSession:
         """The connection to the running engine. Raises EngineGone while there is none."""
-        if self._session is None:
-            raise EngineGone("vLLM is not running.")
-        return self._session
+        return self._http.session()
 
     async def progress(self) -> float:
         """Tokens read and written so far."""
-        counted = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
-        lines = (await self._get("/metrics")).decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(counted))
-
-    def _ask(self, adapter: str, prompt: Sequence[int], n: int, sampling: Sampling) -> _Ask:
-        return _Ask(
-            model=adapter or vllm.BASE_NAME,
-            prompt=prompt,
-            n=n,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            seed=sampling.seed,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            logprobs=0,
-            return_token_ids=True,
-            return_tokens_as_token_ids=True,
-        )
+        return await self._http.counters(TOKEN_COUNTERS)
 
     async def _complete(self, ask: _Ask) -> _Completions:
-        answer = _completions.decode(await self._post("/v1/completions", ask))
+        answer = _completions.decode(await self._http.post("/v1/completions", ask))
         if answer.model != ask.model:
             raise EngineFailed(f"vLLM answered for {answer.model!r} where {ask.model!r} was asked.")
         return answer
 
-    async def _has(self, route: str) -> bool:
-        """Whether a route exists: with a method that none takes, vLLM says 405 if it does and 404 if not."""
-        status, _ = await self._request("PATCH", route, None)
-        return status != 404
-
-    async def _get(self, route: str) -> bytes:
-        return await self._good("GET", route, None)
-
-    async def _post(self, route: str, body: Any) -> bytes:
-        return await self._good("POST", route, None if body is None else _encode(body))
-
-    async def _good(self, method: str, route: str, body: bytes | None) -> bytes:
-        """The body of a 2xx; anything else is raised. 500 is also the last word of a dying engine core."""
-        status, answer = await self._request(method, route, body)
-        if 200 <= status < 300:
-            return answer
-        what = f"vLLM answered {status} to {method} {route.partition('?')[0]}: {_message(answer)}"
-        if status < 500:
-            raise Refused(what)
-        if (await self._request("GET", "/health", None))[0] != 200:
-            raise EngineGone(what)
-        raise EngineFailed(what)
-
-    async def _request(self, method: str, route: str, body: bytes | None) -> tuple[int, bytes]:
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        while True:
-            try:
-                async with self.http().request(method, route, data=body, headers=headers) as response:
-                    return response.status, await response.read()
-            except aiohttp.ClientConnectorError as error:
-                if error.os_error.errno not in QUEUE_FULL:
-                    raise EngineGone(f"{method} {route}: {error!r}") from error
-                await asyncio.sleep(random.uniform(0.5, 1.5) * QUEUE_FULL_PAUSE_S)  # noqa: S311 (spreads retries)
-            except (aiohttp.ClientError, ConnectionError) as error:
-                raise EngineGone(f"{method} {route}: {error!r}") from error
+    def _completion(self, choice: _Choice) -> Completion:
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else ()
+        return self._http.completion(choice.token_ids, logprobs, choice.finish_reason)
 
 
-def _completion(choice: _Choice) -> Completion:
-    finish = _FINISH.get(choice.finish_reason)
-    logprobs = [lp for lp in choice.logprobs.token_logprobs if lp is not None] if choice.logprobs else []
-    if finish is None or choice.token_ids is None or len(logprobs) != len(choice.token_ids):
-        raise EngineFailed(
-            f"vLLM's answer lacks token ids, logprobs or a known finish reason ({choice.finish_reason!r}).",
-            remedy="Use a version of vLLM that envs.lock names.",
-        )
-    return Completion(pack_ids(choice.token_ids), pack_logprobs(logprobs), finish)
-
-
-def _message(body: bytes) -> str:
-    """What a vLLM error body says."""
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return body.decode(errors="replace")[:500]
+def _ask(adapter: str, prompt: Sequence[int], n: int, sampling: Sampling) -> _Ask:
+    return _Ask(
+        model=adapter or vllm.BASE_NAME,
+        prompt=prompt,
+        n=n,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+        return_token_ids=True,
+        return_tokens_as_token_ids=True,
+    )
