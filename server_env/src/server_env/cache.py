@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 MAX_SERVERS = 64
+SEED_FLAGS = frozenset({"--seed", "--random-seed"})
 
 
 class EngineCache:
@@ -19,8 +20,11 @@ class EngineCache:
 
     @classmethod
     def acquire(cls, engine: str, version: str, words: Sequence[str]) -> Self:
-        """The first free folder for this engine. words: its command line, without what changes from start to start."""
-        digest = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+        """The first free folder for this engine. words: its command line, without what changes from start to start.
+
+        Another seed compiles nothing anew: it may differ, too.
+        """
+        digest = hashlib.sha256("\0".join(_without_seed(words)).encode()).hexdigest()[:16]
         parent = root() / "engines" / f"{engine}-{version or 'unknown'}"
         for index in range(MAX_SERVERS):
             path = parent / f"{digest}-{index}"
@@ -37,6 +41,11 @@ class EngineCache:
     def release(self) -> None:
         """Let another server use the folder."""
         os.close(self._lock)
+
+
+def _without_seed(words: Sequence[str]) -> list[str]:
+    """The command line but for the seed's flag and value."""
+    return [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & SEED_FLAGS]
 
 
 def root() -> Path:
