@@ -10,7 +10,9 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from bridge import protocol as p
 from served import Served
+from server_env.metrics import EngineFigures, Figures
 
 
 class Page:
@@ -58,3 +60,29 @@ async def read_until(server: Served, holds: Callable[[Page], bool], timeout_s: f
         assert time.monotonic() < deadline, page.text
         await asyncio.sleep(0.05)
     return page
+
+
+def figures(engines: int = 2) -> Figures:
+    """Of a server that is not there."""
+    status = p.ServerStatus(
+        engine="vllm",
+        engine_version="0.1",
+        engine_pid=1,
+        version=5,
+        loaded=(4, 5),
+        in_use={},
+        restarts=0,
+        requests=0,
+        generated_tokens=70,
+        dropped_frames=6,
+        uptime_s=1.5,
+    )
+    return Figures(
+        status=status,
+        run="adding",
+        in_flight=2,
+        waiting={"version": 1, "slot": 0},
+        prompt_tokens=30,
+        asleep=False,
+        engines=[EngineFigures(ready=index == 0, restarts=index) for index in range(engines)],
+    )

@@ -8,9 +8,9 @@ import pytest
 from bridge import protocol as p
 from bridge.errors import EngineFailed, StaleVersion
 from fake_core import family
-from metrics_reader import Page
+from metrics_reader import Page, figures
 from server_env.engine import EngineGone
-from server_env.metrics import EngineFigures, Figures, Metrics
+from server_env.metrics import Metrics
 from server_env.metrics_page import MetricsPage, merge
 
 HISTOGRAM = """# HELP vllm:ttft_seconds Time to first token.
@@ -23,31 +23,6 @@ vllm:ttft_seconds_sum{engine="0",model_name="a \\"b\\",engine="} 0.5
 # TYPE vllm:ttft_seconds_created gauge
 vllm:ttft_seconds_created{engine="0",model_name="a \\"b\\",engine="} 1.7e+09
 """
-
-
-def figures(engines=2) -> Figures:
-    status = p.ServerStatus(
-        engine="vllm",
-        engine_version="0.1",
-        engine_pid=1,
-        version=5,
-        loaded=(4, 5),
-        in_use={},
-        restarts=0,
-        requests=0,
-        generated_tokens=70,
-        dropped_frames=6,
-        uptime_s=1.5,
-    )
-    return Figures(
-        status=status,
-        run="adding",
-        in_flight=2,
-        waiting={"version": 1, "slot": 0},
-        prompt_tokens=30,
-        asleep=False,
-        engines=[EngineFigures(ready=index == 0, restarts=index) for index in range(engines)],
-    )
 
 
 class Native:
