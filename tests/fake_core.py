@@ -167,6 +167,11 @@ class Fake:
             self.adapters[name] = hashlib.sha256((path / "adapter_model.safetensors").read_bytes()).digest()
 
 
+def family(name: str, kind: str, labels: str, value: float) -> str:
+    """One figure as the engines print it for Prometheus."""
+    return f"# HELP {name} What it counts.\n# TYPE {name} {kind}\n{name}{{{labels}}} {float(value)}\n"
+
+
 def life_of(path: str) -> int:
     """The engine's life, from the name of its socket or keys."""
     found = re.search(r"engine(\d+)\.\w+$", path)

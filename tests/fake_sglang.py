@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from fake_core import VOCAB, Ask, Fake, Unloadable, faults, life_of, run
+from fake_core import VOCAB, Ask, Fake, Unloadable, family, faults, life_of, run
 
 OPEN = ("/health", "/metrics", "/ready")
 ADMIN = ("load", "unload", "abort", "release", "resume")
@@ -157,9 +157,16 @@ async def info(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     fake: FakeSGLang = request.app["fake"]
-    lines = f'sglang:prompt_tokens_total{{model_name="m"}} {fake.prompt_tokens}.0\n'
-    lines += f'sglang:generation_tokens_total{{model_name="m"}} {fake.generation_tokens}.0\n'
-    return web.Response(text=lines)
+    labels = 'engine_type="unified",model_name="m"'
+    families = [
+        family("sglang:num_running_reqs", "gauge", labels, len(fake.running)),
+        family("sglang:num_queue_reqs", "gauge", labels, 0),
+        family("sglang:token_usage", "gauge", labels, 0),
+        family("sglang:cache_hit_rate", "gauge", labels, 0),
+        family("sglang:prompt_tokens_total", "counter", labels, fake.prompt_tokens),
+        family("sglang:generation_tokens_total", "counter", labels, fake.generation_tokens),
+    ]
+    return web.Response(text="".join(families))
 
 
 async def health(request: web.Request) -> web.Response:

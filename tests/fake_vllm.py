@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from fake_core import VOCAB, Ask, Fake, Unloadable, faults, life_of, run
+from fake_core import VOCAB, Ask, Fake, Unloadable, family, faults, life_of, run
 
 
 def error(status: int, message: str) -> web.Response:
@@ -106,9 +106,17 @@ async def models(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     fake: Fake = request.app["fake"]
-    lines = f'vllm:prompt_tokens_total{{engine="0"}} {fake.prompt_tokens}.0\n'
-    lines += f'vllm:generation_tokens_total{{engine="0"}} {fake.generation_tokens}.0\n'
-    return web.Response(text=lines)
+    labels = 'engine="0",model_name="base"'
+    families = [
+        family("vllm:num_requests_running", "gauge", labels, 0),
+        family("vllm:num_requests_waiting", "gauge", labels, 0),
+        family("vllm:kv_cache_usage_perc", "gauge", labels, 0),
+        family("vllm:prefix_cache_queries_total", "counter", labels, fake.prompt_tokens),
+        family("vllm:prefix_cache_hits_total", "counter", labels, 0),
+        family("vllm:prompt_tokens_total", "counter", labels, fake.prompt_tokens),
+        family("vllm:generation_tokens_total", "counter", labels, fake.generation_tokens),
+    ]
+    return web.Response(text="".join(families))
 
 
 async def sleep(request: web.Request) -> web.Response:

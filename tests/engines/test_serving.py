@@ -14,6 +14,8 @@ import lora_files
 from bridge import protocol as p
 from bridge.errors import PeerDied, Refused
 from bridge.guard import processes
+from metrics_reader import read, read_until
+from monitoring import shown
 from served import generate, score, served, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900), pytest.mark.slow]
@@ -214,6 +216,18 @@ async def test_a_cancelled_group_frees_what_the_engine_held_for_it(client, tiny)
         await publish(client, lora_files.make(tiny, seed))
     assert (await client.ask(generate(PROMPT, max_tokens=2, deadline_s=60))).version == client.published
     assert (await client.ask(p.Status())).restarts == 0
+
+
+async def test_one_page_has_the_engines_figures_and_ours_and_what_the_dashboard_shows(client, server):
+    before = await read(server)
+    answer = await client.ask(generate(PROMPT, n=2, max_tokens=9, ignore_eos=True, deadline_s=60))
+    tokens = sum(len(ids) for ids, _ in sampled(answer))
+    name, own = f"{server.backend}:generation_tokens_total", "tandem_generated_tokens_total"
+    page = await read_until(server, lambda page: page.value(name) >= before.value(name) + tokens)
+    assert page.value(own) == before.value(own) + tokens
+    assert page.value("tandem_engine_ready") == 1
+    assert page.value("tandem_adapter_version") == client.published
+    assert shown(f"{server.backend}:") <= page.names
 
 
 async def test_sixty_versions_in_a_row_each_serve_and_memory_stays_bounded(client, server, tiny):

@@ -197,7 +197,7 @@ async def test_people_get_the_openai_api_and_metrics_but_nothing_that_changes_th
             assert answer["choices"][0]["token_ids"]
             assert (await http.post("/v1/completions", json=ask | {"model": "none"})).status == 404
             metrics = await (await http.get("/metrics")).text()
-            assert "tandem_adapter_version 3" in metrics
+            assert "tandem_adapter_version 3.0" in metrics
             assert "vllm:generation_tokens_total" in metrics
             for route in ("/sleep?level=1", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/collective_rpc"):
                 assert (await http.post(route, json={})).status == 404

@@ -8,9 +8,8 @@ import pytest
 
 from bridge.errors import ConfigError, Refused
 from server_env.cache import EngineCache
-from server_env.config import ServerFile, from_dict, load
+from server_env.config import ServerFile, from_dict, load, loopback
 from server_env.environment import cleaned
-from server_env.http_front import _parse
 from server_env.lease import LeaseBook
 from server_env.scratch import Scratch, sweep
 
@@ -170,11 +169,12 @@ def test_a_launchers_variables_and_growing_segments_do_not_reach_the_engine():
 @pytest.mark.parametrize("address", ["0.0.0.0:80", "10.0.0.1:80", "example.org:80", "127.0.0.1", "127.0.0.1:x", "*:80"])
 def test_the_http_port_is_never_open_to_the_network(address):
     with pytest.raises(ConfigError):
-        _parse(address)
+        loopback(address, "server.http")
 
 
 def test_loopback_has_several_names():
-    assert _parse("127.0.0.1:0") == _parse("localhost:0") == _parse(":0") == ("127.0.0.1", 0)
+    for name in ("127.0.0.1:0", "localhost:0", ":0"):
+        assert loopback(name, "server.http") == ("127.0.0.1", 0)
 
 
 def test_a_file_is_read_with_overrides(tmp_path):
@@ -190,6 +190,8 @@ def test_a_file_is_read_with_overrides(tmp_path):
         ({"adapter_slots": 2}, "server.adapter_slots"),
         ({"max_staleness": 4, "adapter_slots": 5}, "server.adapter_slots"),
         ({"adapters_held": 3}, "server.adapters_held"),
+        ({"http": "0.0.0.0:80"}, "server.http"),
+        ({"metrics_address": "10.0.0.1:9400"}, "server.metrics_address"),
         ({"cuda_graphs": "no"}, "server.cuda_graphs"),
         ({"max_in_flight": 0}, "server.max_in_flight"),
         ({"seeed": 1}, "server.seeed"),

@@ -190,6 +190,7 @@ def console(*, terminal=False):
 
 def show(display):
     display.status("starting vLLM")
+    display.note("metrics: curl …/metrics")
     display.evaluation(Evaluation(phase="eval_before", step=0, reward_mean=0.25, examples=16, seconds=1))
     for step in (1, 2):
         display.step(metrics(step, rollout_s=3.14, train_s=2, publish_ms=74, generated_tokens_per_s=1412))
@@ -198,8 +199,8 @@ def show(display):
 def test_without_a_terminal_a_step_is_a_line():
     screen = console()
     show(PlainLines(24, screen))
-    first, evaluation, *steps = text_on(screen).splitlines()
-    assert first == "starting vLLM"
+    first, note, evaluation, *steps = text_on(screen).splitlines()
+    assert (first, note) == ("starting vLLM", "metrics: curl …/metrics")
     assert evaluation == "evaluation before training: reward 0.25 on 16 held-out examples"
     assert len(steps) == 2
     for part in ("step  1/24", "reward 0.50", "tokens/s 1,412", "rollout 3.1s", "train 2.0s", "publish 74ms", "left "):
@@ -214,7 +215,15 @@ def test_in_a_terminal_a_table_is_redrawn():
     finally:
         display.close()
     text = text_on(screen)
-    for part in ("reward", "tokens/s", "2/24", "1,412", "left", "evaluation before training"):
+    for part in (
+        "reward",
+        "tokens/s",
+        "2/24",
+        "1,412",
+        "left",
+        "metrics: curl …/metrics",
+        "evaluation before training",
+    ):
         assert part in text
     assert text.endswith("\x1b[?25h")
 

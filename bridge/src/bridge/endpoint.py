@@ -29,11 +29,22 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     client_public: str = ""
     client_secret: str = ""
     http_url: str = ""
+    """Of the OpenAI API; empty for none."""
+    metrics_url: str = ""
+    """Of /metrics: `http://host:port`, or `unix:` and a socket's path; empty for none."""
     log_path: str = ""
 
     def __repr__(self) -> str:
         """Without the secret, which would end in a log."""
         return f"Connection(data={self.data!r}, control={self.control!r}, pid={self.pid})"
+
+
+def how_to_read(metrics_url: str) -> str:
+    """A command that shows what /metrics says."""
+    socket_path = metrics_url.removeprefix("unix:")
+    if socket_path == metrics_url:
+        return f"curl {metrics_url}/metrics"
+    return f"curl --unix-socket {socket_path} http://localhost/metrics"
 
 
 def private_dir(path: Path) -> Path:

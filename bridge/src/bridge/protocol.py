@@ -81,6 +81,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     """Seconds without a `Lease` after which the server believes its trainer dead; 0 for an onlooker."""
     log_path: str = ""
     http_url: str = ""
+    metrics_url: str = ""
+    """As in `endpoint.Connection`."""
 
 
 class Lease(Request, frozen=True, kw_only=True):

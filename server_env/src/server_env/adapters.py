@@ -106,6 +106,11 @@ class Adapters:
         """Requests in flight by version."""
         return {v.number: v.requests for v in self._all() if v.requests}
 
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Requests that are held until a version is published, or until its adapter can share the batch."""
+        return {"version": len(self._waiting), "slot": self._slots.waiting}
+
     @contextlib.asynccontextmanager
     async def lease(self, version: int, min_version: int) -> AsyncIterator[Version]:
         """Hold a version: exactly `version`, or with -1 the newest one once it is at least min_version.

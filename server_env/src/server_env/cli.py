@@ -35,6 +35,11 @@ def parser() -> argparse.ArgumentParser:
         "--http", metavar="HOST:PORT", help="offer the engine's OpenAI API and /metrics on a loopback port (0: any)"
     )
     result.add_argument(
+        "--metrics-address",
+        metavar="ADDRESS",
+        help="where /metrics alone is: ipc (default; a Unix socket that only you can open), or a loopback HOST:PORT",
+    )
+    result.add_argument(
         "--check", action="store_true", help="check the configuration, print the engine's command line, start nothing"
     )
     return result
@@ -63,9 +68,8 @@ def _configuration(arguments: argparse.Namespace) -> "ServerFile":
     from server_env.config import load
 
     overrides = list(arguments.set)
-    overrides += [
-        f'server.{name}="{value}"' for name in ("listen", "http") if (value := getattr(arguments, name)) is not None
-    ]
+    addresses = {name: getattr(arguments, name) for name in ("listen", "http", "metrics_address")}
+    overrides += [f'server.{name}="{value}"' for name, value in addresses.items() if value is not None]
     return load(arguments.config, overrides)
 
 

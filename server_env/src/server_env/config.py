@@ -1,5 +1,6 @@
 """What the user means, said once for every engine: `[server]` in TOML, and the file that tandem-server reads."""
 
+import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,6 +49,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sleep: bool = False
     """Able to give GPU memory back between rollouts (time-share)."""
     metrics: bool = True
+    """Have the engine keep Prometheus figures."""
 
     max_lora_rank: Count = 16
     max_staleness: Natural = 1
@@ -82,7 +84,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     listen: str = "ipc"
     """`ipc`, or `tcp://host:port` (encrypted; port 0: any free one)."""
     http: str = ""
-    """`host:port` for people: the engine's OpenAI API and /metrics (port 0: any free one). Empty: none."""
+    """A loopback `host:port` for people: the engine's OpenAI API and /metrics (port 0: any free one). Empty: none."""
+    metrics_address: str = "ipc"
+    """Where /metrics alone is: `ipc`, a Unix socket that only you can open; a loopback `host:port`, which Prometheus
+    can ask, and so can every user of this host; or empty, nowhere."""
 
     @property
     def slots(self) -> int:
@@ -137,4 +142,27 @@ def checked(file: ServerFile, source: str) -> ServerFile:
         )
     if not server.listen.startswith("tcp://") and server.listen != "ipc":
         raise ConfigError(f"{source}: server.listen: expected 'ipc' or 'tcp://host:port', got {server.listen!r}.")
+    if server.http:
+        loopback(server.http, f"{source}: server.http")
+    if server.metrics_address not in ("", "ipc"):
+        loopback(server.metrics_address, f"{source}: server.metrics_address")
     return file
+
+
+def loopback(address: str, name: str) -> tuple[str, int]:
+    """Host and port of an address that only this host reaches. name: what errors call it. Raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ConfigError(f"{name}: expected host:port, got {address!r}.", remedy="For example 127.0.0.1:8000.")
+    host = "127.0.0.1" if host in ("", "localhost") else host
+    try:
+        inside = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        inside = False
+    if not inside:
+        raise ConfigError(
+            f"{name}: {host} is not a loopback address.",
+            why="This port has no encryption and no password.",
+            remedy="Use 127.0.0.1, and an SSH tunnel from elsewhere.",
+        )
+    return host, int(port)

@@ -10,7 +10,7 @@ import signal
 import uuid
 from pathlib import Path
 
-from bridge.endpoint import Connection, ipc_address, private_dir, write_connection
+from bridge.endpoint import Connection, how_to_read, ipc_address, private_dir, write_connection
 from bridge.errors import ConfigError
 from bridge.protocol import Stats
 from bridge.security import ServerKeys, new_keys
@@ -21,6 +21,7 @@ from server_env.config import ServerFile
 from server_env.engine_process import EngineProcess
 from server_env.engines import NOWHERE, device_of, make_engine
 from server_env.http_front import HttpFront
+from server_env.metrics_page import MetricsPage
 from server_env.peft_adapter import BaseModel
 from server_env.scratch import Scratch
 from server_env.service import Service
@@ -132,10 +133,7 @@ class Gateway:
         self._stack.push_async_callback(self._supervisor.stop)
         self._service.push = bridge.push
         self._service.dropped_frames = lambda: bridge.dropped_frames
-        front = HttpFront(self._supervisor, self._service.metrics)
-        self._stack.push_async_callback(front.stop)
-        if self._file.server.http:
-            self._service.http_url = await front.start(self._file.server.http)
+        await self._open_to_people()
         connection = Connection(
             data=bridge.data,
             control=bridge.control,
@@ -145,12 +143,14 @@ class Gateway:
             client_public=client[0],
             client_secret=client[1],
             http_url=self._service.http_url,
+            metrics_url=self._service.metrics_url,
             log_path=str(self._run_dir / "server.log"),
         )
         path = self._run_dir / "connection.json"
         write_connection(path, connection)
         self._stack.callback(path.unlink, missing_ok=True)
         print(f"tandem-server is ready: {path}", flush=True)
+        self._say_where()
         log.info("ready; data %s, control %s", bridge.data, bridge.control)
         watchers = [asyncio.create_task(self._service.watch_lease()), asyncio.create_task(self._tell_stats(bridge))]
         ended = asyncio.create_task(self._service.ended.wait())
@@ -159,6 +159,28 @@ class Gateway:
             task.cancel()
         for task in done:
             task.result()
+
+    async def _open_to_people(self) -> None:
+        """The OpenAI API and /metrics, where the configuration wants them."""
+        server = self._file.server
+        page = MetricsPage(self._service.metrics.text, {"0": self._supervisor.engine})
+        if server.http:
+            front = HttpFront("server.http", page, self._supervisor)
+            self._stack.push_async_callback(front.stop)
+            self._service.http_url = await front.start(server.http)
+        if server.metrics_address:
+            front = HttpFront("server.metrics_address", page)
+            self._stack.push_async_callback(front.stop)
+            private = server.metrics_address == "ipc"
+            self._service.metrics_url = await front.start(
+                self._scratch / "metrics.sock" if private else server.metrics_address
+            )
+
+    def _say_where(self) -> None:
+        if self._service.http_url:
+            print(f"OpenAI API: {self._service.http_url}/v1", flush=True)
+        if self._service.metrics_url:
+            print(f"metrics: {how_to_read(self._service.metrics_url)}", flush=True)
 
     def _addresses(self) -> tuple[str, str, ServerKeys | None, tuple[str, str]]:
         """Data and control address, the keys of a tcp server, and the key pair of its client."""

@@ -1,13 +1,14 @@
-"""For people: the engine's OpenAI API and one /metrics on a loopback port. Only what samples or reads is passed on."""
+"""For people: /metrics, and the engine's OpenAI API when it is asked for. Only what samples or reads is passed on."""
 
-import ipaddress
-from collections.abc import Callable
+from pathlib import Path
 
 import aiohttp
 from aiohttp import web
 
 from bridge.errors import ConfigError
+from server_env.config import loopback
 from server_env.engine import EngineGone
+from server_env.metrics_page import CONTENT_TYPE, MetricsPage
 from server_env.supervisor import Supervisor
 
 PASSED = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/version")
@@ -21,29 +22,35 @@ _NOT_PASSED = {
 
 
 class HttpFront:
-    """A small proxy in front of the engine's own API. Answers are passed on as they come, streams too.
+    """`/metrics` on one address; with a supervisor also its engine's API, answers passed on as they come, streams too.
 
-    own_metrics: Prometheus text about the server itself, added to the engine's.
+    name: the setting that says where, for errors.
     """
 
-    def __init__(self, supervisor: Supervisor, own_metrics: Callable[[], str]) -> None:
+    def __init__(self, name: str, page: MetricsPage, supervisor: Supervisor | None = None) -> None:
+        self._name = name
+        self._page = page
         self._supervisor = supervisor
-        self._own_metrics = own_metrics
         self._runner: web.AppRunner | None = None
 
-    async def start(self, address: str) -> str:
-        """Listen on `host:port` (port 0: any free one); the URL. Raises ConfigError, also for any host but loopback."""
-        host, port = _parse(address)
+    async def start(self, address: str | Path) -> str:
+        """Listen on a loopback `host:port` (port 0: any free one) or on a Unix socket; the URL. Raises ConfigError."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        for route in PASSED:
+        for route in PASSED if self._supervisor else ():
             app.router.add_route("*", route, self._pass_on)
         app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
+        if isinstance(address, Path):
+            await web.UnixSite(self._runner, address).start()
+            return f"unix:{address}"
+        host, port = loopback(address, self._name)
         try:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
-            raise ConfigError(f"http: cannot listen on {address}: {error.strerror}.", remedy="Use port 0.") from None
+            raise ConfigError(
+                f"{self._name}: cannot listen on {address}: {error.strerror}.", remedy="Use port 0."
+            ) from None
         bound = self._runner.addresses[0]
         return f"http://{host}:{bound[1]}"
 
@@ -53,17 +60,12 @@ class HttpFront:
             await self._runner.cleanup()
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        text = self._own_metrics()
-        try:
-            async with self._supervisor.engine.http().get("/metrics") as answer:
-                text = await answer.text() + text
-        except (EngineGone, aiohttp.ClientError):
-            pass  # The server's own figures say what state the engine is in.
-        return web.Response(text=text, content_type="text/plain")
+        return web.Response(body=(await self._page.text()).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED}
         body = await request.read()
+        assert self._supervisor, "the route is there only with one"
         try:
             session = self._supervisor.engine.http()
             async with session.request(request.method, request.rel_url.path_qs, data=body, headers=headers) as answer:
@@ -80,21 +82,3 @@ async def _stream(request: web.Request, answer: aiohttp.ClientResponse) -> web.S
         await response.write(chunk)
     await response.write_eof()
     return response
-
-
-def _parse(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal():
-        raise ConfigError(f"http: expected host:port, got {address!r}.", remedy='For example http = "127.0.0.1:8000".')
-    host = "127.0.0.1" if host in ("", "localhost") else host
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(
-            f"http: {host} is not a loopback address.",
-            why="This port has no encryption and no password.",
-            remedy="Use 127.0.0.1, and an SSH tunnel from elsewhere.",
-        )
-    return host, int(port)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from bridge import protocol as p
 from bridge.errors import BridgeError, EngineFailed, ProtocolMismatch, Refused
@@ -12,6 +12,7 @@ from server_env.adapters import Adapters
 from server_env.config import ServerFile
 from server_env.engine import Engine
 from server_env.lease import LeaseBook
+from server_env.metrics import EngineFigures, Figures, Metrics
 from server_env.sleeping import Sleeper
 from server_env.supervisor import Supervisor
 
@@ -22,6 +23,7 @@ class Service:
     """Answers every message of the protocol. `handle` is the bridge's handler, and it observes the supervisor."""
 
     http_url = ""
+    metrics_url = ""
     adapters: Adapters
     sleeper: Sleeper
     supervisor: Supervisor
@@ -37,12 +39,18 @@ class Service:
         self._uuid = server_uuid
         self._log_path = log_path
         self._started = time.monotonic()
+        self.metrics = Metrics(self._figures)
         self._requests = 0
+        self._prompt_tokens = 0
         self._tokens = 0
         self._dozing = False
 
     async def handle(self, request: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
         """The reply to one message. Raises BridgeError to refuse it."""
+        with self.metrics.request(type(request)):
+            return await self._answer(request, call)
+
+    async def _answer(self, request: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
         self.book.admit(request.epoch)
         match request:
             case p.Generate():
@@ -54,9 +62,9 @@ class Service:
             case p.PublishAdapter():
                 return await self._publish(request, call.buffer)
             case p.Sleep():
-                return await self.sleeper.sleep()
+                return await self._turn(self.sleeper.sleep)
             case p.Wake():
-                return await self.sleeper.wake()
+                return await self._turn(self.sleeper.wake)
         raise ProtocolMismatch(f"This server does not know what to do with {type(request).__name__}.")
 
     def end(self, why: str) -> None:
@@ -74,19 +82,17 @@ class Service:
             restarts=self.supervisor.restarts,
         )
 
-    def metrics(self) -> str:
-        """The same as Prometheus text."""
-        pulse = self.pulse()
-        figures = {
-            "tandem_adapter_version": pulse.version,
-            "tandem_requests_in_flight": pulse.in_flight,
-            "tandem_requests_total": self._requests,
-            "tandem_generated_tokens_total": self._tokens,
-            "tandem_engine_restarts_total": pulse.restarts,
-            "tandem_engine_ready": int(pulse.engine == "ready"),
-        }
-        kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in figures}
-        return "".join(f"# TYPE {name} {kinds[name]}\n{name} {value}\n" for name, value in figures.items())
+    def _figures(self) -> Figures:
+        """For /metrics."""
+        return Figures(
+            status=self._status(),
+            run=self.book.run_id,
+            in_flight=self.sleeper.in_flight,
+            waiting={**self.adapters.waiting, "wake": self.sleeper.waiting},
+            prompt_tokens=self._prompt_tokens,
+            asleep=self.sleeper.asleep,
+            engines=[EngineFigures(self.supervisor.state == "ready", self.supervisor.restarts)],
+        )
 
     # ---- the engine's lives (see supervisor.Observer) ----------------------------------------------------------------
 
@@ -117,6 +123,7 @@ class Service:
                 lambda engine: engine.generate(version.name, prompt, request.n, sampling)
             )
         self._requests += 1
+        self._prompt_tokens += len(prompt)
         self._tokens += sum(len(completion.logprobs) for completion in completions) // 4
         return p.Generated(version=version.number, completions=completions)
 
@@ -128,13 +135,25 @@ class Service:
         async with self.adapters.lease(request.version, 0) as version, self.sleeper.working():
             logprobs = await self.supervisor.call(lambda engine: engine.score(version.name, token_ids))
         self._requests += 1
+        self._prompt_tokens += len(token_ids)
         return p.Scored(version=version.number, logprobs=p.pack_logprobs(logprobs))
 
     async def _publish(self, request: p.PublishAdapter, data: memoryview | None) -> p.AdapterLoaded:
         await self.sleeper.ready_for_adapters()
+        before = self.adapters.newest
         loaded = await self.adapters.publish(request, data)
+        if loaded.version != before:  # Asked again, it is answered with what the first time took.
+            self.metrics.published(loaded)
         self.push(loaded)
         return loaded
+
+    async def _turn(self, turn: Callable[[], Awaitable[p.Slept]]) -> p.Slept:
+        """Put the engine to sleep or wake it; nothing when it is so already."""
+        before = self.sleeper.asleep
+        slept = await turn()
+        if self.sleeper.asleep != before:
+            self.metrics.turned(asleep=not before, seconds=slept.seconds)
+        return slept
 
     # ---- the server itself -------------------------------------------------------------------------------------------
 
@@ -187,6 +206,7 @@ class Service:
             lease_s=self.book.lease_s if hello.run_id else 0.0,
             log_path=self._log_path,
             http_url=self.http_url,
+            metrics_url=self.metrics_url,
         )
 
     def _status(self) -> p.ServerStatus:
@@ -228,7 +248,7 @@ class Service:
         """Nobody is there: give the GPU's memory back until somebody comes."""
         self._dozing = True
         try:
-            await self.sleeper.sleep()
+            await self._turn(self.sleeper.sleep)
         except BridgeError as error:
             log.warning("the engine does not sleep while no trainer is there: %s", error.what)
             self._dozing = False
@@ -238,7 +258,7 @@ class Service:
     async def _stop_dozing(self) -> None:
         if self._dozing:
             self._dozing = False
-            await self.sleeper.wake()
+            await self._turn(self.sleeper.wake)
 
 
 def _ids(packed: p.TokenIds) -> list[int]:

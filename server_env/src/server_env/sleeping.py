@@ -20,6 +20,7 @@ class Sleeper:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.in_flight = 0
+        self.waiting = 0
         self._supervisor = supervisor
         self._awake = asyncio.Event()
         self._awake.set()
@@ -40,12 +41,16 @@ class Sleeper:
 
     async def until_awake(self) -> None:
         """Wait while the engine sleeps."""
-        await self._awake.wait()
+        self.waiting += 1
+        try:
+            await self._awake.wait()
+        finally:
+            self.waiting -= 1
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
         """Around every request to the engine: waits while it sleeps, and holds sleep off."""
-        await self._awake.wait()
+        await self.until_awake()
         self.in_flight += 1
         self._idle.clear()
         try:

@@ -13,6 +13,7 @@ class Slots:
     """One slot an adapter, however many requests are in flight under it. The base model needs none of these."""
 
     def __init__(self, count: int) -> None:
+        self.waiting = 0
         self._count = count
         self._users: Counter[Hashable] = Counter()
         self._freed = asyncio.Event()
@@ -23,9 +24,13 @@ class Slots:
         if adapter is None:
             yield
             return
-        while adapter not in self._users and len(self._users) >= self._count:
-            self._freed.clear()
-            await self._freed.wait()
+        self.waiting += 1
+        try:
+            while adapter not in self._users and len(self._users) >= self._count:
+                self._freed.clear()
+                await self._freed.wait()
+        finally:
+            self.waiting -= 1
         self._users[adapter] += 1
         try:
             yield

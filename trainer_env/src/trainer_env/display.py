@@ -76,6 +76,10 @@ class Display(Protocol):
         """What the run is doing now."""
         ...
 
+    def note(self, text: str) -> None:
+        """What stays true for the rest of the run."""
+        ...
+
     def step(self, metrics: StepMetrics) -> None:
         """An optimizer step has ended."""
         ...
@@ -109,6 +113,9 @@ class Silent:
     def status(self, text: str) -> None:
         """Nothing."""
 
+    def note(self, text: str) -> None:
+        """Nothing."""
+
     def step(self, metrics: StepMetrics) -> None:
         """Nothing."""
 
@@ -133,6 +140,10 @@ class PlainLines:
         """One line."""
         self._print(text)
         self._left.start()
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._print(text)
 
     def step(self, metrics: StepMetrics) -> None:
         """One line with the step's figures."""
@@ -173,6 +184,10 @@ class LiveTable:
         """Shown under the table until something else is."""
         self._status = text
         self._left.start()
+
+    def note(self, text: str) -> None:
+        """A line above the table, which stays."""
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def step(self, metrics: StepMetrics) -> None:
         """A new row."""

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from bridge import protocol as p
 from bridge.blocking import BlockingClient
+from bridge.endpoint import how_to_read
 from bridge.errors import BridgeError, ConfigError, PeerDied
 from trainer_env import data, models, rewards
 from trainer_env.config import TrainConfig, to_toml
@@ -169,6 +170,10 @@ class Session:
             self._client = BlockingClient.connect(
                 connection, run_id=self.config.run, timeout_s=CONNECT_TIMEOUT_S, on_event=self._on_event
             )
+        if connection.http_url:
+            self.tracker.note(f"OpenAI API: {connection.http_url}/v1")
+        if connection.metrics_url:
+            self.tracker.note(f"metrics: {how_to_read(connection.metrics_url)}")
         self._rollouts = Rollouts(
             self._client,
             self._policy.tokenizer,

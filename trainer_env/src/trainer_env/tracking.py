@@ -55,6 +55,10 @@ class Tracker:
         """Say what the run is doing between steps: loading, starting the server, evaluating."""
         self.display.status(text)
 
+    def note(self, text: str) -> None:
+        """Say what is good to know for as long as the run lasts: where to look."""
+        self.display.note(text)
+
     def step(self, metrics: StepMetrics, samples: Sequence[Sample] = ()) -> None:
         """Record an optimizer step, and of its samples a few from the worst to the best."""
         self._metrics_file.append(metrics)
