@@ -45,6 +45,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_sequences: Count | None = None
     """Sequences that the engine decodes at once."""
     tensor_parallel: Count = 1
+    """GPUs that one engine computes on together."""
+    data_parallel: Count = 1
+    """Engines, each on GPUs of its own; requests go to the least busy one."""
     sleep: bool = False
     """Able to give GPU memory back between rollouts (time-share)."""
     metrics: bool = True

@@ -53,6 +53,8 @@ class Engine(Protocol):
     """Versions that can share a batch."""
     adapters_held: int
     """Versions loaded at once."""
+    gpus: int
+    """That one engine computes on, of those of this machine."""
 
     def command(self, endpoint: Endpoint) -> list[str]:
         """What to run."""

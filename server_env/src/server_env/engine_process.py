@@ -40,6 +40,7 @@ class EngineProcess:
         self, engine: Engine, *, device: str, scratch: Path, cache: Path, log_path: Path, environment: Mapping[str, str]
     ) -> None:
         self.engine = engine
+        self.name = log_path.stem
         self.log_path = log_path
         self.lives = 0
         self._device = device
@@ -65,7 +66,7 @@ class EngineProcess:
                 # Engines pick the ports of their inner processes themselves, and another program may be quicker.
                 if not (tries_left and _CLASH.search(self._life_log())):
                     raise
-                log.warning("the engine met a port in use; starting it again")
+                log.warning("%s met a port in use; starting it again", self.name)
         raise AssertionError("unreachable")
 
     async def _start_once(self, timeout_s: float) -> EngineFacts:
@@ -75,7 +76,7 @@ class EngineProcess:
         private = self.engine.private_files(endpoint)
         self._mark_log(command)
         environment = {**cleaned(self._environment, self._device), **self.engine.environment(self._cache, endpoint)}
-        log.info("starting the engine (life %d): %s", self.lives, shlex.join(command))
+        log.info("starting %s (life %d): %s", self.name, self.lives, shlex.join(command))
         started = time.monotonic()
         for path, content in private.items():
             write_private(path, content.encode())
@@ -90,7 +91,7 @@ class EngineProcess:
             for path in private:
                 path.unlink(missing_ok=True)
             self._erase_secrets()
-        log.info("the engine answers after %.1f s (pid %d)", time.monotonic() - started, self.pid)
+        log.info("%s answers after %.1f s (pid %d)", self.name, time.monotonic() - started, self.pid)
         return facts
 
     def _endpoint(self) -> Endpoint:
@@ -143,7 +144,7 @@ class EngineProcess:
         if process is None:
             return "gone"
         rung = await process.stop(0 if self._hurried else term_s, KILL_S)
-        log.info("the engine (life %d) is gone: %s", life, rung)
+        log.info("%s (life %d) is gone: %s", self.name, life, rung)
         return rung
 
     async def hurry(self) -> None:

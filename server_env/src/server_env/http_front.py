@@ -1,4 +1,4 @@
-"""For people: the engine's OpenAI API and one /metrics on a loopback port. Only what samples or reads is passed on."""
+"""For people: the engines' OpenAI API and one /metrics on a loopback port. Only what samples or reads is passed on."""
 
 import ipaddress
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from aiohttp import web
 
 from bridge.errors import ConfigError
 from server_env.engine import EngineGone
-from server_env.supervisor import Supervisor
+from server_env.prometheus import merged
+from server_env.replicas import Replicas
 
 PASSED = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/version")
 """Not among them: loading adapters, sleeping, and what else changes the engine under the trainer's feet."""
@@ -21,13 +22,13 @@ _NOT_PASSED = {
 
 
 class HttpFront:
-    """A small proxy in front of the engine's own API. Answers are passed on as they come, streams too.
+    """A small proxy in front of the least busy engine's own API. Answers are passed on as they come, streams too.
 
-    own_metrics: Prometheus text about the server itself, added to the engine's.
+    own_metrics: Prometheus text about the server itself, added to that of all engines.
     """
 
-    def __init__(self, supervisor: Supervisor, own_metrics: Callable[[], str]) -> None:
-        self._supervisor = supervisor
+    def __init__(self, replicas: Replicas, own_metrics: Callable[[], str]) -> None:
+        self._replicas = replicas
         self._own_metrics = own_metrics
         self._runner: web.AppRunner | None = None
 
@@ -53,23 +54,25 @@ class HttpFront:
             await self._runner.cleanup()
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        text = self._own_metrics()
-        try:
-            async with self._supervisor.engine.http().get("/metrics") as answer:
-                text = await answer.text() + text
-        except (EngineGone, aiohttp.ClientError):
-            pass  # The server's own figures say what state the engine is in.
-        return web.Response(text=text, content_type="text/plain")
+        texts: dict[int, str] = {}
+        for number, engine in self._replicas.serving().items():
+            try:
+                async with engine.http().get("/metrics") as answer:
+                    texts[number] = await answer.text()
+            except (EngineGone, aiohttp.ClientError):
+                pass  # The server's own figures say what state the engines are in.
+        return web.Response(text=merged(texts) + self._own_metrics(), content_type="text/plain")
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED}
         body = await request.read()
         try:
-            session = self._supervisor.engine.http()
+            engine = next(iter(self._replicas.serving().values()), self._replicas.engine)
+            session = engine.http()
             async with session.request(request.method, request.rel_url.path_qs, data=body, headers=headers) as answer:
                 return await _stream(request, answer)
         except (EngineGone, aiohttp.ClientConnectionError):
-            return web.json_response({"error": {"message": "The engine is not running just now."}}, status=503)
+            return web.json_response({"error": {"message": "No engine is running just now."}}, status=503)
 
 
 async def _stream(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

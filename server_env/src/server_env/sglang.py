@@ -183,6 +183,11 @@ def _check(options: SGLangConfig, server: "ServerConfig", device: str) -> None:
         raise ConfigError("server.sleep: SGLang can sleep on a GPU only.", remedy="Leave server.sleep out.")
 
 
+def gpus(options: SGLangConfig) -> int:
+    """How many GPUs of this machine it computes on."""
+    return (options.tp_size or 1) * (options.pp_size or 1) // (options.nnodes or 1)
+
+
 def arguments(options: SGLangConfig, installed: EngineOptions | None = None) -> list[str]:
     """The command line of resolved options. Raises ConfigError naming one that this version does not have."""
     return flags.arguments("sglang", options, installed, negatable=False, reserved=RESERVED)

@@ -1,5 +1,6 @@
 """vLLM's options under vLLM's own names, and how they become its command line."""
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,6 +139,12 @@ def _check(options: VLLMConfig, server: "ServerConfig", device: str) -> None:
     )
     if options.enable_sleep_mode and device == "cpu":
         raise ConfigError("server.sleep: vLLM can sleep on a GPU only.", remedy="Leave server.sleep out.")
+
+
+def gpus(options: VLLMConfig) -> int:
+    """How many GPUs of this machine it computes on."""
+    parts = (options.tensor_parallel_size, options.pipeline_parallel_size, options.data_parallel_size)
+    return math.prod(part or 1 for part in parts) // (options.nnodes or 1)
 
 
 def arguments(options: VLLMConfig, installed: EngineOptions | None = None) -> list[str]:
