@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from fake_core import VOCAB, Ask, Fake, Unloadable, faults, life_of, run
+from fake_core import VOCAB, Ask, Fake, Unloadable, faults, run
 
 OPEN = ("/health", "/metrics", "/ready")
 ADMIN = ("load", "unload", "abort", "release", "resume")
@@ -77,7 +77,7 @@ async def answer(request: web.Request, fake: FakeSGLang, adapter: str, ask: dict
         completion(fake, adapter, prompt, sampling, i, ask)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]
-    fake.journal("generated", model=adapter, n=len(rids))
+    fake.journal("generated", model=adapter, n=len(rids), prompt=prompts[0])
     return web.json_response(answers)
 
 
@@ -211,8 +211,9 @@ def main() -> None:
     assert stat.S_IMODE(options.config.stat().st_mode) == 0o600
     keys = json.loads(options.config.read_text())
     print("fake engine; other options:", others, keys, flush=True)
-    life = life_of(options.config.name)
-    fake = FakeSGLang(options.context_length, options.max_lora_rank, options.max_loaded_loras, faults(life))
+    fake = FakeSGLang(
+        options.context_length, options.max_lora_rank, options.max_loaded_loras, faults(str(options.config))
+    )
     fake.keys = keys
     routes = {
         ("POST", "/generate"): generate,

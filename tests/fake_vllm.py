@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from fake_core import VOCAB, Ask, Fake, Unloadable, faults, life_of, run
+from fake_core import VOCAB, Ask, Fake, Unloadable, faults, run
 
 
 def error(status: int, message: str) -> web.Response:
@@ -50,7 +50,7 @@ async def completions(request: web.Request) -> web.Response:
     if ask.get("prompt_logprobs") is not None:
         scores = zip(prompt, fake.score(model, prompt), strict=True)
         choices[0]["prompt_logprobs"] = [x if x is None else {str(t): {"logprob": x, "rank": 1}} for t, x in scores]
-    fake.journal("generated", model=model, n=n)
+    fake.journal("generated", model=model, n=n, prompt=prompt)
     return web.json_response(
         {"model": "other" if "other-model" in fake.faults and not probe else model, "choices": choices}
     )
@@ -141,7 +141,7 @@ def main() -> None:
         parser.add_argument(flag, type=int, default=default)
     options, others = parser.parse_known_args()
     print("fake engine; other options:", others, flush=True)
-    fake = Fake(options.max_model_len, options.max_lora_rank, options.max_cpu_loras, faults(life_of(options.uds)))
+    fake = Fake(options.max_model_len, options.max_lora_rank, options.max_cpu_loras, faults(options.uds))
     routes = {
         ("POST", "/v1/completions"): completions,
         ("POST", "/v1/load_lora_adapter"): load,
