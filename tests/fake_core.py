@@ -19,8 +19,10 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -176,8 +178,32 @@ async def exists(path: str) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def run(fake: Fake, routes: dict[tuple[str, str], Callable], *, middlewares=(), **where) -> None:
-    """Serve until told to end; misbehaves at the start if it is to. where: what aiohttp is to listen on."""
+def meet(fake: Fake, nodes: int, rank: int, address: str) -> None:
+    """Nodes of one engine find each other, and end when one of them does. Only the first one returns."""
+    host, _, port = address.rpartition(":")
+    if rank == 0:
+        with socket.create_server((host, int(port))) as listening:
+            others = [listening.accept()[0] for _ in range(nodes - 1)]
+        for other in others:
+            threading.Thread(target=lambda other=other: os._exit(15 + len(other.recv(1))), daemon=True).start()
+        fake.journal("met")
+        return
+    while True:
+        try:
+            first = socket.create_connection((host, int(port)))
+            break
+        except OSError:
+            time.sleep(POLL_S)
+    fake.journal("joined", rank=rank)
+    first.recv(1)
+    sys.exit("RuntimeError: the first node has left")
+
+
+def run(fake: Fake, routes: dict[tuple[str, str], Callable], *, middlewares=(), nodes: tuple = (), **where) -> None:
+    """Serve until told to end; misbehaves at the start if it is to. where: what aiohttp is to listen on.
+
+    nodes: how many, the rank of this one, and the address at which they meet.
+    """
     fake.journal("start", argv=sys.argv[1:], environment=dict(os.environ))
     if "dies-at-start" in fake.faults:
         sys.exit("Traceback (most recent call last):\nValueError: the fake engine does not like this model")
@@ -190,6 +216,8 @@ def run(fake: Fake, routes: dict[tuple[str, str], Callable], *, middlewares=(), 
         time.sleep(3600)
     if "slow-start" in fake.faults:
         time.sleep(float(fake.faults["slow-start"]))
+    if nodes and nodes[0] > 1:
+        meet(fake, *nodes)
     handle_signals = "ignores-sigterm" not in fake.faults
     if not handle_signals:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

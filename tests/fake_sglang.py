@@ -205,8 +205,11 @@ def main() -> None:
         ("--max-lora-rank", 8),
         ("--max-loras-per-batch", 8),
         ("--max-loaded-loras", 8),
+        ("--nnodes", 1),
+        ("--node-rank", 0),
     ):
         parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--dist-init-addr")
     options, others = parser.parse_known_args()
     assert stat.S_IMODE(options.config.stat().st_mode) == 0o600
     keys = json.loads(options.config.read_text())
@@ -228,4 +231,5 @@ def main() -> None:
         ("GET", "/health"): health,
         ("GET", "/ready"): health,
     }
-    run(fake, routes, middlewares=[guarded], host=options.host, port=options.port)
+    nodes = (options.nnodes, options.node_rank, options.dist_init_addr)
+    run(fake, routes, middlewares=[guarded], nodes=nodes, host=options.host, port=options.port)

@@ -139,6 +139,9 @@ def main() -> None:
         parser.add_argument(flag, required=True)
     for flag, default in (("--max-model-len", 512), ("--max-lora-rank", 8), ("--max-loras", 1), ("--max-cpu-loras", 1)):
         parser.add_argument(flag, type=int, default=default)
+    for flag, default in (("--nnodes", 1), ("--node-rank", 0), ("--master-port", 0)):
+        parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--master-addr")
     options, others = parser.parse_known_args()
     print("fake engine; other options:", others, flush=True)
     fake = Fake(options.max_model_len, options.max_lora_rank, options.max_cpu_loras, faults(options.uds))
@@ -153,4 +156,5 @@ def main() -> None:
     }
     if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
         routes |= {("POST", "/sleep"): sleep, ("POST", "/wake_up"): wake}
-    run(fake, routes, path=options.uds, handler_cancellation=True)
+    nodes = (options.nnodes, options.node_rank, f"{options.master_addr}:{options.master_port}")
+    run(fake, routes, nodes=nodes, path=options.uds, handler_cancellation=True)

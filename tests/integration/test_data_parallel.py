@@ -101,6 +101,28 @@ async def test_a_version_serves_while_an_engine_is_away_and_that_one_comes_back_
         assert loads_of(server, back)[-1] == loads_of(server, alone)[-1] == "policy-v000003"
 
 
+async def test_an_engine_that_comes_back_while_a_version_is_loaded_gets_it_before_it_becomes_the_newest(
+    tmp_path, model
+):
+    gate = tmp_path / "gate"
+    gate.touch()
+    async with served(tmp_path, model, server=TWO, fault=f"load-holds:{gate}#0") as server:
+        client = await server.client("run")
+        await publish(client, model, 1)
+        await kill(client, 1)
+        await serving(client, 1)
+        gate.unlink()
+        publishing = asyncio.create_task(publish(client, model, 2))
+        await serving(client, 2)
+        _, back = await pids(client)
+        assert loads_of(server, back) == ["policy-v000001"]
+        assert {(await client.ask(score(PROMPT))).version for _ in range(4)} == {1}
+        assert not publishing.done()
+        gate.touch()
+        assert (await publishing).version == 2
+        assert loads_of(server, back) == ["policy-v000001", "policy-v000002"]
+
+
 async def test_what_was_retired_while_an_engine_came_back_is_forgotten_there_too(tmp_path, model):
     gate = tmp_path / "gate"
     async with served(tmp_path, model, server=TWO, fault=f"load-holds:{gate}@2#1") as server:
@@ -147,7 +169,7 @@ async def test_a_group_stays_together_and_counts_for_as_many_as_it_has(tmp_path,
         assert [len((await task).completions) for task in asking] == [8] + [1] * 7
 
 
-async def test_one_that_fails_for_good_leaves_and_the_last_one_to_fail_is_the_servers_error(tmp_path, model):
+async def test_one_that_fails_for_good_leaves_and_when_all_have_requests_fail_with_its_error(tmp_path, model):
     never_again = ",".join(f"dies-at-start@{life}" for life in (2, 3, 4))
     events = []
     async with served(tmp_path, model, server=TWO, fault=never_again) as server:

@@ -54,7 +54,9 @@ class Engine(Protocol):
     adapters_held: int
     """Versions loaded at once."""
     gpus: int
-    """That one engine computes on, of those of this machine."""
+    """That one engine computes on, those of all nodes together."""
+    node_rank: int
+    """Which part of an engine on several nodes this is; 0 is the one that answers."""
 
     def command(self, endpoint: Endpoint) -> list[str]:
         """What to run."""

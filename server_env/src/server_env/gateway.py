@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import resource
@@ -24,6 +23,7 @@ from server_env.engine_process import EngineProcess
 from server_env.engines import NOWHERE, device_of, make_engine
 from server_env.gpus import shares
 from server_env.http_front import HttpFront
+from server_env.ownership import own
 from server_env.peft_adapter import BaseModel
 from server_env.replicas import Replicas
 from server_env.scratch import Scratch
@@ -50,7 +50,7 @@ class Gateway:
         self._file = file
         self._run_dir = run_dir
         self._stack = stack
-        _own(run_dir, stack)
+        own(run_dir, stack)
         self._uuid = uuid.uuid4().hex
         self._hurry: asyncio.Task[None] | None = None
         _allow_many_connections()
@@ -181,16 +181,3 @@ def _allow_many_connections() -> None:
     """A connection a request needs more open files than the usual soft limit of 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _own(run_dir: Path, stack: contextlib.AsyncExitStack) -> None:
-    """One server a run directory. Removes what one that was killed left. Raises ConfigError while another one lives."""
-    lock = os.open(run_dir / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    stack.callback(os.close, lock)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"Another tandem-server already serves {run_dir}.", remedy="Use another run name, or end that server first."
-        ) from None
-    (run_dir / "connection.json").unlink(missing_ok=True)
