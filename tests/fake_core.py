@@ -2,13 +2,13 @@
 
 Tokens and logprobs come from a hash of the adapter's bytes and the last tokens: same question, same answer, and another
 adapter gives other answers. TANDEM_FAKE_FAULT says how to misbehave: faults separated by commas, each
-`name[:argument][@life]`; `@1` limits one to the engine's first life. TANDEM_FAKE_JOURNAL names a file that gets a JSON
-line for each thing that happened.
+`name[:argument][@life][#engine]`; `@1` limits one to an engine's first life, `#1` to the second of a server's engines.
+TANDEM_FAKE_JOURNAL names a file that gets a JSON line for each thing that happened.
 
 Faults: dies-at-start, never-listens, port-clash, slow-start:SECONDS, no-route:ROUTE, old-logprobs, ignores-sigterm,
 has-child, flat (every token is as likely as any other); on generation: dies, hangs, freezes (the whole process),
 answers-500, drops-connection, shifts-logprobs, other-model (vLLM), holds:FILE (answers when FILE exists); on loading:
-load-500, load-400, load-hangs, load-dies, unlisted, ignores-adapter; on unloading: unload-hangs.
+load-500, load-400, load-hangs, load-holds:FILE, load-dies, unlisted, ignores-adapter; on unloading: unload-hangs.
 """
 
 import asyncio
@@ -19,8 +19,10 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,13 +36,16 @@ VOCAB = 512
 POLL_S = 0.01
 
 
-def faults(life: int) -> dict[str, str]:
-    """Faults of this life, by name, with their arguments."""
+def faults(listens_at: str) -> dict[str, str]:
+    """Faults of this life of this engine, by name, with their arguments. Which that is says where it listens."""
     found = {}
+    path = re.search(r"(?:/(\d+))?/engine(\d+)\.\w+$", listens_at)
+    engine, life = (path[1] or "0", path[2]) if path else ("0", "1")
     for word in filter(None, os.environ.get("TANDEM_FAKE_FAULT", "").split(",")):
-        plain, at, only = word.partition("@")
+        plain, _, only_engine = word.partition("#")
+        plain, _, only_life = plain.partition("@")
         name, _, argument = plain.partition(":")
-        if not at or int(only) == life:
+        if only_life in ("", life) and only_engine in ("", engine):
             found[name] = argument
     return found
 
@@ -138,8 +143,7 @@ class Fake:
         if "hangs" in self.faults:
             await asyncio.Event().wait()
         if "holds" in self.faults:
-            while not Path(self.faults["holds"]).exists():  # noqa: ASYNC110 (another process makes the file)
-                await asyncio.sleep(POLL_S)
+            await exists(self.faults["holds"])
         if "drops-connection" in self.faults:
             assert request.transport
             request.transport.abort()
@@ -151,6 +155,8 @@ class Fake:
         self.journal("load", name=name, path=str(path), files=sorted(p.name for p in path.glob("*")))
         if "load-hangs" in self.faults:
             await asyncio.Event().wait()
+        if "load-holds" in self.faults:
+            await exists(self.faults["load-holds"])
         if "load-dies" in self.faults:
             os._exit(14)
         if "load-500" in self.faults or "load-400" in self.faults:
@@ -172,14 +178,37 @@ def family(name: str, kind: str, labels: str, value: float) -> str:
     return f"# HELP {name} What it counts.\n# TYPE {name} {kind}\n{name}{{{labels}}} {float(value)}\n"
 
 
-def life_of(path: str) -> int:
-    """The engine's life, from the name of its socket or keys."""
-    found = re.search(r"engine(\d+)\.\w+$", path)
-    return int(found[1]) if found else 1
+async def exists(path: str) -> None:
+    while not Path(path).exists():  # noqa: ASYNC110 (another process makes the file)
+        await asyncio.sleep(POLL_S)
 
 
-def run(fake: Fake, routes: dict[tuple[str, str], Callable], *, middlewares=(), **where) -> None:
-    """Serve until told to end; misbehaves at the start if it is to. where: what aiohttp is to listen on."""
+def meet(fake: Fake, nodes: int, rank: int, address: str) -> None:
+    """Nodes of one engine find each other, and end when one of them does. Only the first one returns."""
+    host, _, port = address.rpartition(":")
+    if rank == 0:
+        with socket.create_server((host, int(port))) as listening:
+            others = [listening.accept()[0] for _ in range(nodes - 1)]
+        for other in others:
+            threading.Thread(target=lambda other=other: os._exit(15 + len(other.recv(1))), daemon=True).start()
+        fake.journal("met")
+        return
+    while True:
+        try:
+            first = socket.create_connection((host, int(port)))
+            break
+        except OSError:
+            time.sleep(POLL_S)
+    fake.journal("joined", rank=rank)
+    first.recv(1)
+    sys.exit("RuntimeError: the first node has left")
+
+
+def run(fake: Fake, routes: dict[tuple[str, str], Callable], *, middlewares=(), nodes: tuple = (), **where) -> None:
+    """Serve until told to end; misbehaves at the start if it is to. where: what aiohttp is to listen on.
+
+    nodes: how many, the rank of this one, and the address at which they meet.
+    """
     fake.journal("start", argv=sys.argv[1:], environment=dict(os.environ))
     if "dies-at-start" in fake.faults:
         sys.exit("Traceback (most recent call last):\nValueError: the fake engine does not like this model")
@@ -192,6 +221,8 @@ def run(fake: Fake, routes: dict[tuple[str, str], Callable], *, middlewares=(), 
         time.sleep(3600)
     if "slow-start" in fake.faults:
         time.sleep(float(fake.faults["slow-start"]))
+    if nodes and nodes[0] > 1:
+        meet(fake, *nodes)
     handle_signals = "ignores-sigterm" not in fake.faults
     if not handle_signals:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

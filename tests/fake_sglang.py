@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from fake_core import VOCAB, Ask, Fake, Unloadable, family, faults, life_of, run
+from fake_core import VOCAB, Ask, Fake, Unloadable, family, faults, run
 
 OPEN = ("/health", "/metrics", "/ready")
 ADMIN = ("load", "unload", "abort", "release", "resume")
@@ -77,7 +77,7 @@ async def answer(request: web.Request, fake: FakeSGLang, adapter: str, ask: dict
         completion(fake, adapter, prompt, sampling, i, ask)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]
-    fake.journal("generated", model=adapter, n=len(rids))
+    fake.journal("generated", model=adapter, n=len(rids), prompt=prompts[0])
     return web.json_response(answers)
 
 
@@ -212,14 +212,18 @@ def main() -> None:
         ("--max-lora-rank", 8),
         ("--max-loras-per-batch", 8),
         ("--max-loaded-loras", 8),
+        ("--nnodes", 1),
+        ("--node-rank", 0),
     ):
         parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--dist-init-addr")
     options, others = parser.parse_known_args()
     assert stat.S_IMODE(options.config.stat().st_mode) == 0o600
     keys = json.loads(options.config.read_text())
     print("fake engine; other options:", others, keys, flush=True)
-    life = life_of(options.config.name)
-    fake = FakeSGLang(options.context_length, options.max_lora_rank, options.max_loaded_loras, faults(life))
+    fake = FakeSGLang(
+        options.context_length, options.max_lora_rank, options.max_loaded_loras, faults(str(options.config))
+    )
     fake.keys = keys
     routes = {
         ("POST", "/generate"): generate,
@@ -234,4 +238,5 @@ def main() -> None:
         ("GET", "/health"): health,
         ("GET", "/ready"): health,
     }
-    run(fake, routes, middlewares=[guarded], host=options.host, port=options.port)
+    nodes = (options.nnodes, options.node_rank, options.dist_init_addr)
+    run(fake, routes, middlewares=[guarded], nodes=nodes, host=options.host, port=options.port)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from fake_core import VOCAB, Ask, Fake, Unloadable, family, faults, life_of, run
+from fake_core import VOCAB, Ask, Fake, Unloadable, family, faults, run
 
 
 def error(status: int, message: str) -> web.Response:
@@ -50,7 +50,7 @@ async def completions(request: web.Request) -> web.Response:
     if ask.get("prompt_logprobs") is not None:
         scores = zip(prompt, fake.score(model, prompt), strict=True)
         choices[0]["prompt_logprobs"] = [x if x is None else {str(t): {"logprob": x, "rank": 1}} for t, x in scores]
-    fake.journal("generated", model=model, n=n)
+    fake.journal("generated", model=model, n=n, prompt=prompt)
     return web.json_response(
         {"model": "other" if "other-model" in fake.faults and not probe else model, "choices": choices}
     )
@@ -147,9 +147,12 @@ def main() -> None:
         parser.add_argument(flag, required=True)
     for flag, default in (("--max-model-len", 512), ("--max-lora-rank", 8), ("--max-loras", 1), ("--max-cpu-loras", 1)):
         parser.add_argument(flag, type=int, default=default)
+    for flag, default in (("--nnodes", 1), ("--node-rank", 0), ("--master-port", 0)):
+        parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--master-addr")
     options, others = parser.parse_known_args()
     print("fake engine; other options:", others, flush=True)
-    fake = Fake(options.max_model_len, options.max_lora_rank, options.max_cpu_loras, faults(life_of(options.uds)))
+    fake = Fake(options.max_model_len, options.max_lora_rank, options.max_cpu_loras, faults(options.uds))
     routes = {
         ("POST", "/v1/completions"): completions,
         ("POST", "/v1/load_lora_adapter"): load,
@@ -161,4 +164,5 @@ def main() -> None:
     }
     if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
         routes |= {("POST", "/sleep"): sleep, ("POST", "/wake_up"): wake}
-    run(fake, routes, path=options.uds, handler_cancellation=True)
+    nodes = (options.nnodes, options.node_rank, f"{options.master_addr}:{options.master_port}")
+    run(fake, routes, nodes=nodes, path=options.uds, handler_cancellation=True)

@@ -103,7 +103,7 @@ class Served:
         return self.process.returncode
 
     def log(self) -> str:
-        parts = [self.run_dir / name for name in ("output.log", "server.log", "engine.log")]
+        parts = [self.run_dir / "output.log", self.run_dir / "server.log", *sorted(self.run_dir.glob("engine*.log"))]
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in parts if path.exists())
 
     def journal(self, event: str = "") -> list[dict]:

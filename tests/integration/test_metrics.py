@@ -89,7 +89,7 @@ async def test_requests_show_while_they_wait_and_while_they_run(tmp_path, model)
         ]
         page = await read_until(server, lambda page: page.value("tandem_requests_in_flight") == 2)
         assert page.value("tandem_requests_waiting", reason="version") == 1
-        assert page.value("tandem_requests_waiting", reason="slot") == 0
+        assert page.value("tandem_requests_waiting", reason="engine") == 0
         hold.touch()
         await publish(client, model, 7)
         await asyncio.gather(*asked)

@@ -260,3 +260,68 @@ def test_the_same_file_serves_either_backend():
         file = from_dict({**data, "server": {**data["server"], "backend": backend}}, "test")
         assert isinstance(file, ServerFile)
         assert file.server.context_length == 64
+
+
+NODES = {"nnodes": 2, "tensor_parallel": 4, "dist_init_addr": "10.0.0.1:29500", "spool_dir": "/shared"}
+MEETING = {
+    "vllm": ["--master-addr", "10.0.0.1", "--master-port", "29500"],
+    "sglang": ["--dist-init-addr", "10.0.0.1:29500"],
+}
+
+
+@pytest.mark.parametrize("backend", CONFIGS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_node_of_an_engine_is_told_its_rank_and_where_to_meet(backend, rank):
+    made = engine(backend, {**NODES, "node_rank": rank})
+    line = made.command(NOWHERE)
+    assert (value_of("--nnodes", line), value_of("--node-rank", line)) == ("2", str(rank))
+    for name, value in zip(MEETING[backend][::2], MEETING[backend][1::2], strict=True):
+        assert value_of(name, line) == value
+    assert ("--headless" in line) is (backend == "vllm" and rank == 1)
+    assert (made.node_rank, made.gpus) == (rank, 4)
+
+
+@pytest.mark.parametrize("backend", CONFIGS)
+def test_a_single_node_is_told_nothing_of_others(backend):
+    assert not {"--nnodes", "--node-rank", "--headless", *MEETING[backend][::2]} & set(words(backend))
+
+
+def test_a_version_of_vllm_without_headless_nodes_is_not_asked_for_one():
+    options = EngineOptions("vllm", "0.1", ())
+    server = from_dict({"server": {"model": "m", **NODES, "node_rank": 1}}, "test").server
+    assert vllm.resolve(server, vllm.VLLMConfig(), "cuda", options).headless is None
+    assert vllm.resolve(server, vllm.VLLMConfig(), "cuda").headless is True
+
+
+@pytest.mark.parametrize("backend", CONFIGS)
+def test_the_engines_own_names_for_nodes_win(backend):
+    native = {
+        "nnodes": 2,
+        "node_rank": 1,
+        **{"vllm": {"master_addr": "h"}, "sglang": {"dist_init_addr": "h:1"}}[backend],
+    }
+    assert engine(backend, {"tensor_parallel": 2, "spool_dir": "/shared"}, native).node_rank == 1
+
+
+@pytest.mark.parametrize("backend", CONFIGS)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"node_rank": 2}, "there is no node 2 of 2"),
+        ({"nnodes": 1, "node_rank": 1}, "there is no node 1 of 1"),
+        ({"dist_init_addr": ""}, "is missing, and 2 nodes have to meet"),
+        ({"dist_init_addr": "10.0.0.1"}, "expected host:port, got '10.0.0.1'"),
+        ({"data_parallel": 2}, r"server\.data_parallel"),
+        ({"tensor_parallel": 3}, "do not spread evenly over 2 nodes"),
+        ({"spool_dir": ""}, r"server\.spool_dir: is missing"),
+    ],
+)
+def test_nodes_that_cannot_meet_are_refused_by_name(backend, change, named):
+    with pytest.raises(ConfigError, match=named):
+        words(backend, {**NODES, **change})
+
+
+@pytest.mark.parametrize("backend", CONFIGS)
+def test_two_ranks_for_one_node_are_refused(backend):
+    with pytest.raises(ConfigError, match=rf"{backend}\.node_rank: says 0, and .* says 1"):
+        words(backend, {**NODES, "node_rank": 1}, {"node_rank": 0})

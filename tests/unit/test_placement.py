@@ -182,6 +182,27 @@ def test_several_server_gpus_make_one_engine():
     assert placement.server_settings() == {"device": "cuda", "tensor_parallel": 2, "memory_share": 0.87}
 
 
+def test_a_server_of_several_engines_takes_as_many_gpus_as_they_need_and_shares_them_out():
+    two, of_two = {"data_parallel": 2}, {"data_parallel": 2, "tensor_parallel": 2}
+    assert ids(plan(PlacementConfig(), machine(8), server=two)) == (["0", "1"], ["2", "3", "4", "5", "6", "7"])
+    assert ids(plan(PlacementConfig(), machine(8), server=of_two))[0] == ["0", "1", "2", "3"]
+    assert ids(plan(PlacementConfig(), machine(8), server={"tensor_parallel": 4}))[0] == ["0", "1", "2", "3"]
+    four = plan(PlacementConfig(server_gpus=(0, 1, 2, 3)), machine(8))
+    assert four.server_settings(two)["tensor_parallel"] == 2
+    assert four.server_settings(of_two)["tensor_parallel"] == 2
+    assert four.server_settings({"nnodes": 2})["tensor_parallel"] == 8
+
+
+@pytest.mark.parametrize(
+    ("gpus", "server"),
+    [(3, {"data_parallel": 2}), (3, {"data_parallel": 2, "tensor_parallel": 2}), (1, {"data_parallel": 2})],
+)
+def test_gpus_that_do_not_come_out_even_are_refused_by_the_name_of_the_setting(gpus, server):
+    placement = plan(PlacementConfig(server_gpus=tuple(range(gpus))), machine(8), server=server)
+    with pytest.raises(ConfigError, match=rf"server\.data_parallel: 2 engines .* the server has {gpus}"):
+        placement.server_settings(server)
+
+
 @pytest.mark.parametrize(
     ("settings", "overlap", "server", "trainer"),
     [

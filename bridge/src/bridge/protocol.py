@@ -94,13 +94,17 @@ class Ping(Request, frozen=True, kw_only=True):
 
 
 class Pulse(Message, frozen=True, kw_only=True):
-    """Reply to `Lease` and `Ping`. engine_steps counts answers of the engine, so that *alive but stuck* shows."""
+    """Reply to `Lease` and `Ping`. engine_steps counts answers of the engine, so that *alive but stuck* shows.
+
+    Of several engines: the state of the one that is best off, and sums. engines: how many answer.
+    """
 
     version: int
     engine_steps: int
     in_flight: int
     engine: Literal["starting", "ready", "restarting", "failed"]
     restarts: int = 0
+    engines: int = 1
 
 
 class PublishAdapter(Request, frozen=True, kw_only=True):
@@ -161,6 +165,8 @@ class ServerStatus(Message, frozen=True, kw_only=True):
     generated_tokens: int
     dropped_frames: int
     uptime_s: float
+    engine_pids: tuple[int, ...] = ()
+    """Of every engine, in order; 0 for one that does not run. engine_pid is the first that does."""
 
 
 class Shutdown(Request, frozen=True, kw_only=True):
@@ -252,14 +258,15 @@ class Ack(Message, frozen=True, kw_only=True):
 
 
 class EngineDied(Message, frozen=True, kw_only=True):
-    """The engine is gone; the server starts it again."""
+    """An engine is gone; the server starts it again, unless it has given that up for good."""
 
     why: str
     log_tail: str = ""
+    for_good: bool = False
 
 
 class EngineRestarted(Message, frozen=True, kw_only=True):
-    """The engine answers again, with the last adapter loaded."""
+    """An engine answers again, with the last adapter loaded."""
 
     version: int
     restarts: int

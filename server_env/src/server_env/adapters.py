@@ -13,24 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import BridgeError, EngineFailed, Refused, StaleVersion, Timeout
+from bridge.errors import BridgeError, StaleVersion, Timeout
 from bridge.protocol import AdapterLoaded, PublishAdapter
-from server_env.engine import Engine, EngineGone
 from server_env.peft_adapter import BaseModel, check
-from server_env.slots import Slots
+from server_env.replicas import Replicas
 from server_env.spool import Spool
-from server_env.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
-
-UNLOAD_TIMEOUT_S = 15.0
-"""No request of ours is in flight under an adapter that is unloaded. An engine that waits for one all the same has lost
-count, and SGLang loads nothing meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
 class Loaded:
-    """One adapter as the engine holds it. name: the engine's, never used twice in one life of the server."""
+    """One adapter as the engines hold it. name: the engine's, never used twice in one life of the server."""
 
     name: str
     path: Path
@@ -60,22 +54,18 @@ BASE = AdapterLoaded(version=0, name="", nbytes=0, spool_s=0.0, load_s=0.0)
 
 @dataclass
 class AdapterLimits:
-    """max_rank and at_once (adapters that share a batch) as the engine was started; kept: newest versions that can be
-    named; held: adapters loaded at once.
-    """
+    """max_rank as the engines were started; kept: newest versions that can be named; held: adapters loaded at once."""
 
     max_rank: int
-    at_once: int
     kept: int
     held: int
-    load_timeout_s: float
 
 
 @dataclass
 class Adapters:
     """All versions of one server."""
 
-    supervisor: Supervisor
+    replicas: Replicas
     spool: Spool
     base: BaseModel
     limits: AdapterLimits
@@ -94,7 +84,7 @@ class Adapters:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._slots = Slots(self.limits.at_once)
+        self.replicas.live_adapters = self._live
 
     @property
     def loaded(self) -> tuple[int, ...]:
@@ -107,9 +97,9 @@ class Adapters:
         return {v.number: v.requests for v in self._all() if v.requests}
 
     @property
-    def waiting(self) -> dict[str, int]:
-        """Requests that are held until a version is published, or until its adapter can share the batch."""
-        return {"version": len(self._waiting), "slot": self._slots.waiting}
+    def waiting(self) -> int:
+        """Requests that are held until a version is published."""
+        return len(self._waiting)
 
     @contextlib.asynccontextmanager
     async def lease(self, version: int, min_version: int) -> AsyncIterator[Version]:
@@ -127,8 +117,7 @@ class Adapters:
             )
         held.requests += 1
         try:
-            async with self._slots.taken(held.adapter):
-                yield held
+            yield held
         finally:
             held.requests -= 1
             self._retire_outgoing()
@@ -180,7 +169,7 @@ class Adapters:
         adapter = await asyncio.to_thread(self._spool, self._new_name(request.version), request, data)
         spooled = time.monotonic()
         try:
-            await self.supervisor.call(lambda engine: self._load(engine, adapter))
+            await self.replicas.load_adapter(adapter.name, adapter.path)
             if epoch != self._epoch:
                 raise StaleVersion(f"Another trainer took over while version {request.version} was loaded.")
         except BaseException:
@@ -199,17 +188,6 @@ class Adapters:
         check(request.adapter_config, data, max_rank=self.limits.max_rank, base=self.base)
         path = self.spool.write(name, data, request.sha256, request.adapter_config)
         return Loaded(name, path, request.sha256, request.adapter_config)
-
-    async def _load(self, engine: Engine, adapter: Loaded) -> None:
-        try:
-            async with asyncio.timeout(self.limits.load_timeout_s):
-                await engine.load_adapter(adapter.name, adapter.path)
-        except TimeoutError:
-            raise EngineFailed(
-                f"The engine did not load adapter {adapter.name} within {self.limits.load_timeout_s:g} s.",
-                why="It is stuck, or busy with very long steps.",
-                remedy="Raise server.load_timeout_s if its log shows that it was working.",
-            ) from None
 
     def _switch(self, version: Version) -> AdapterLoaded:
         """From here on new requests get this version."""
@@ -236,18 +214,6 @@ class Adapters:
             self.newest = 0
             self._let_go(lambda number: number != 0)
 
-    async def engine_started(self, engine: Engine) -> None:
-        """Load everything that is live into an engine that has just started. Raises EngineFailed, EngineGone."""
-        for adapter in {v.adapter for v in self._all() if v.adapter}:
-            if not adapter.users:
-                continue  # Retired while another one was loaded.
-            try:
-                await self._load(engine, adapter)
-            except Refused as error:
-                raise EngineFailed(
-                    f"Adapter {adapter.name}, which served before, does not load: {error.what}"
-                ) from None
-
     async def close(self) -> None:
         """Stop retiring; the files go with the spool."""
         for task in self._tasks:
@@ -258,8 +224,9 @@ class Adapters:
         yield from self._versions.values()
         yield from self._outgoing
 
-    def _live(self) -> int:
-        return len({v.adapter for v in self._all() if v.adapter})
+    def _live(self) -> dict[str, Path]:
+        """Adapters that requests may name, or are in flight under."""
+        return {v.adapter.name: v.adapter.path for v in self._all() if v.adapter}
 
     async def _wait_for(self, minimum: int) -> None:
         if minimum <= self.newest:
@@ -280,8 +247,8 @@ class Adapters:
                 waiter.set_exception(_was_refused(version, error))
 
     async def _until_there_is_room(self) -> None:
-        """Publishing waits for requests that hold old versions rather than have the engine drop one of theirs."""
-        while self._live() + 1 > self.limits.held:
+        """Publishing waits for requests that hold old versions rather than have an engine drop one of theirs."""
+        while len(self._live()) + 1 > self.limits.held:
             self._room.clear()
             await self._room.wait()
 
@@ -317,21 +284,9 @@ class Adapters:
         for path in self._to_delete:
             self.spool.delete(path)
         self._to_delete = [adapter.path]
-        task = asyncio.create_task(self._unload(adapter))
+        task = asyncio.create_task(self.replicas.unload_adapter(adapter.name))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _unload(self, adapter: Loaded) -> None:
-        if self.supervisor.state != "ready":
-            return  # The next life of the engine never hears of it.
-        life = self.supervisor.life
-        try:
-            async with asyncio.timeout(min(UNLOAD_TIMEOUT_S, self.limits.load_timeout_s)):
-                await self.supervisor.engine.unload_adapter(adapter.name)
-        except TimeoutError:
-            await self.supervisor.replace(life, f"adapter {adapter.name} cannot be unloaded")
-        except (BridgeError, EngineGone) as error:
-            log.warning("adapter %s was not unloaded: %r", adapter.name, error)
 
 
 def _was_refused(version: int, error: BridgeError) -> StaleVersion:

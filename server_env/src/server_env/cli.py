@@ -40,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
         help="where /metrics alone is: ipc (default; a Unix socket that only you can open), or a loopback HOST:PORT",
     )
     result.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="N",
+        help="which node of an engine on server.nnodes machines this is; above 0 it only runs that node's part",
+    )
+    result.add_argument(
         "--check", action="store_true", help="check the configuration, print the engine's command line, start nothing"
     )
     return result
@@ -48,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run tandem-server; the exit code: 0 after an orderly end, 1 when the engine failed, 2 for a wrong config."""
     arguments = parser().parse_args(argv)
+    run_dir = arguments.run_dir
 
     from bridge.errors import BridgeError, ConfigError
 
@@ -56,10 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.check:
             print(_command_line(file))
         else:
-            _serve(file, arguments.run_dir)
+            rank = _node_rank(file)
+            run_dir = run_dir / f"node-{rank}" if rank else run_dir
+            _serve(file, rank, run_dir)
     except BridgeError as error:
         print(f"tandem-server: {error}", file=sys.stderr, flush=True)
-        _leave_word(arguments.run_dir, error)
+        _leave_word(run_dir, error)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     return 0
 
@@ -70,18 +79,30 @@ def _configuration(arguments: argparse.Namespace) -> "ServerFile":
     overrides = list(arguments.set)
     addresses = {name: getattr(arguments, name) for name in ("listen", "http", "metrics_address")}
     overrides += [f'server.{name}="{value}"' for name, value in addresses.items() if value is not None]
+    if arguments.node_rank is not None:
+        overrides.append(f"server.node_rank={arguments.node_rank}")
     return load(arguments.config, overrides)
 
 
 def _command_line(file: "ServerFile") -> str:
+    import os
     import shlex
 
-    from server_env.engines import NOWHERE, make_engine
+    from server_env.engines import NOWHERE, device_of, make_engine
+    from server_env.gpus import shares
 
-    return shlex.join(make_engine(file).command(NOWHERE))
+    engine = make_engine(file)
+    shares(file.server, device_of(file), engine.gpus, os.environ)
+    return shlex.join(engine.command(NOWHERE))
 
 
-def _serve(file: "ServerFile", run_dir: Path) -> None:
+def _node_rank(file: "ServerFile") -> int:
+    from server_env.engines import make_engine
+
+    return make_engine(file).node_rank
+
+
+def _serve(file: "ServerFile", rank: int, run_dir: Path) -> None:
     import asyncio
     import logging
 
@@ -92,9 +113,9 @@ def _serve(file: "ServerFile", run_dir: Path) -> None:
     logging.basicConfig(
         filename=run_dir / "server.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    from server_env.gateway import serve
+    from server_env import gateway, node
 
-    asyncio.run(serve(file, run_dir))
+    asyncio.run((node if rank else gateway).serve(file, run_dir))
 
 
 def _leave_word(run_dir: Path, error: "BridgeError") -> None:

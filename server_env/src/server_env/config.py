@@ -1,6 +1,7 @@
 """What the user means, said once for every engine: `[server]` in TOML, and the file that tandem-server reads."""
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,6 +47,15 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_sequences: Count | None = None
     """Sequences that the engine decodes at once."""
     tensor_parallel: Count = 1
+    """GPUs that one engine computes on together."""
+    data_parallel: Count = 1
+    """Engines, each on GPUs of its own; requests go to the least busy one."""
+    nnodes: Count = 1
+    """Machines that one engine spreads over. Each runs tandem-server with this file and a --node-rank of its own."""
+    node_rank: Natural = 0
+    """Which of them this is. The first, 0, is the one that the trainer talks to."""
+    dist_init_addr: str = ""
+    """`host:port` of the first node, at which the engine's processes of all nodes meet."""
     sleep: bool = False
     """Able to give GPU memory back between rollouts (time-share)."""
     metrics: bool = True
@@ -67,7 +77,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     stall_timeout_s: Positive = 300.0
     """An engine that has work and makes no progress for so long is restarted."""
     spool_dir: str = ""
-    """Where adapter files lie while the engine reads them. Empty: /dev/shm if it has room, else the run directory."""
+    """Where adapter files lie while the engine reads them. Empty: /dev/shm if it has room, else the run directory.
+    With several nodes: a folder that all of them see.
+    """
     engine_command: tuple[str, ...] = ()
     """A command in place of the engine's own, which gets the same flags: for wrappers (numactl, nsys) and for tests."""
     engine_env: dict[str, str] = {}
@@ -88,6 +100,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     metrics_address: str = "ipc"
     """Where /metrics alone is: `ipc`, a Unix socket that only you can open; a loopback `host:port`, which Prometheus
     can ask, and so can every user of this host; or empty, nowhere."""
+
+    @property
+    def meeting_point(self) -> tuple[str | None, int | None]:
+        """Host and port of dist_init_addr; None where it is empty."""
+        host, _, port = self.dist_init_addr.rpartition(":")
+        return host or None, int(port) if port else None
 
     @property
     def slots(self) -> int:
@@ -146,6 +164,11 @@ def checked(file: ServerFile, source: str) -> ServerFile:
         loopback(server.http, f"{source}: server.http")
     if server.metrics_address not in ("", "ipc"):
         loopback(server.metrics_address, f"{source}: server.metrics_address")
+    if server.dist_init_addr and not re.fullmatch(r"\S+:\d{1,5}", server.dist_init_addr):
+        raise ConfigError(
+            f"{source}: server.dist_init_addr: expected host:port, got {server.dist_init_addr!r}.",
+            remedy='The first node and a port that is free there, for example "10.0.0.1:29500".',
+        )
     return file
 
 

@@ -53,6 +53,10 @@ class Engine(Protocol):
     """Versions that can share a batch."""
     adapters_held: int
     """Versions loaded at once."""
+    gpus: int
+    """That one engine computes on, those of all nodes together."""
+    node_rank: int
+    """Which part of an engine on several nodes this is; 0 is the one that answers."""
 
     def command(self, endpoint: Endpoint) -> list[str]:
         """What to run."""

@@ -1,6 +1,7 @@
 """One life of an engine: started, watched until it answers a real generation, stopped with its whole family."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -8,7 +9,7 @@ import secrets
 import shlex
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from bridge.endpoint import write_private
@@ -40,6 +41,7 @@ class EngineProcess:
         self, engine: Engine, *, device: str, scratch: Path, cache: Path, log_path: Path, environment: Mapping[str, str]
     ) -> None:
         self.engine = engine
+        self.name = log_path.stem
         self.log_path = log_path
         self.lives = 0
         self._device = device
@@ -65,33 +67,48 @@ class EngineProcess:
                 # Engines pick the ports of their inner processes themselves, and another program may be quicker.
                 if not (tries_left and _CLASH.search(self._life_log())):
                     raise
-                log.warning("the engine met a port in use; starting it again")
+                log.warning("%s met a port in use; starting it again", self.name)
         raise AssertionError("unreachable")
 
     async def _start_once(self, timeout_s: float) -> EngineFacts:
+        started = time.monotonic()
+        async with self._spawned() as (process, endpoint):
+            try:
+                await self.engine.connect(endpoint)
+                facts = await self._until_it_answers(process, timeout_s)
+            except BaseException:
+                await self.stop(FAILED_START_TERM_S)
+                raise
+        log.info("%s answers after %.1f s (pid %d)", self.name, time.monotonic() - started, self.pid)
+        return facts
+
+    async def run(self) -> int:
+        """One life that nobody asks anything, from its start to its end; its return code. Cancelled, it is ended."""
+        async with self._spawned() as (process, _):
+            try:
+                return await process.wait()
+            finally:
+                await self.stop()
+
+    @contextlib.asynccontextmanager
+    async def _spawned(self) -> AsyncIterator[tuple[GuardedProcess, Endpoint]]:
+        """A new life's process, which may read the files made for it in here only."""
         self.lives += 1
         endpoint = self._endpoint()
         command = self.engine.command(endpoint)
         private = self.engine.private_files(endpoint)
         self._mark_log(command)
         environment = {**cleaned(self._environment, self._device), **self.engine.environment(self._cache, endpoint)}
-        log.info("starting the engine (life %d): %s", self.lives, shlex.join(command))
-        started = time.monotonic()
+        log.info("starting %s (life %d): %s", self.name, self.lives, shlex.join(command))
         for path, content in private.items():
             write_private(path, content.encode())
         try:
             self._process = await GuardedProcess.start(command, env=environment, log_path=self.log_path)
-            await self.engine.connect(endpoint)
-            facts = await self._until_it_answers(self._process, timeout_s)
-        except BaseException:
-            await self.stop(FAILED_START_TERM_S)
-            raise
+            yield self._process, endpoint
         finally:
             for path in private:
                 path.unlink(missing_ok=True)
             self._erase_secrets()
-        log.info("the engine answers after %.1f s (pid %d)", time.monotonic() - started, self.pid)
-        return facts
 
     def _endpoint(self) -> Endpoint:
         """A new one each life. A port that is free now may be taken when the engine gets to it: see `start`."""
@@ -143,7 +160,7 @@ class EngineProcess:
         if process is None:
             return "gone"
         rung = await process.stop(0 if self._hurried else term_s, KILL_S)
-        log.info("the engine (life %d) is gone: %s", life, rung)
+        log.info("%s (life %d) is gone: %s", self.name, life, rung)
         return rung
 
     async def hurry(self) -> None:

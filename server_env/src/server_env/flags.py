@@ -103,6 +103,47 @@ def check_adapters(
         )
 
 
+def check_nodes(
+    server: "ServerConfig", *, nnodes: tuple[str, int], rank: tuple[str, int], meets: tuple[str, bool], gpus: int
+) -> None:
+    """What an engine on several nodes needs. Each argument: the native name, and its value; gpus: of all nodes.
+
+    Raises ConfigError.
+    """
+    if server.node_rank and rank[1] != server.node_rank:
+        raise ConfigError(
+            f"{rank[0]}: says {rank[1]}, and server.node_rank (or --node-rank) says {server.node_rank}.",
+            remedy=f"Leave {rank[0]} out.",
+        )
+    if rank[1] >= nnodes[1]:
+        raise ConfigError(
+            f"server.node_rank: there is no node {rank[1]} of {nnodes[1]}; ranks count from 0.",
+            remedy="Set server.nnodes to the number of machines, the same on each.",
+        )
+    if nnodes[1] == 1:
+        return
+    if not meets[1]:
+        raise ConfigError(
+            f"{meets[0]}: is missing, and {nnodes[1]} nodes have to meet somewhere.",
+            remedy="Set server.dist_init_addr to host:port of the first node, the same on each.",
+        )
+    if server.data_parallel > 1:
+        raise ConfigError(
+            "server.data_parallel: several engines of one server run on one machine, and nnodes is above 1.",
+            remedy="Leave one of the two out.",
+        )
+    if gpus % nnodes[1]:
+        raise ConfigError(
+            f"server.tensor_parallel: {gpus} GPUs do not spread evenly over {nnodes[1]} nodes.",
+            remedy="Make it a multiple of server.nnodes.",
+        )
+    if not server.spool_dir:
+        raise ConfigError(
+            "server.spool_dir: is missing, and every node reads the adapters from it.",
+            remedy="Set it to a folder that all nodes see under the same name.",
+        )
+
+
 def package_folder(package: str, title: str) -> Path:
     """Where an engine's package lies in this environment; it is not imported. Raises ConfigError."""
     spec = importlib.util.find_spec(package)

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import resource
 import signal
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from bridge.endpoint import Connection, how_to_read, ipc_address, private_dir, write_connection
@@ -18,16 +18,19 @@ from bridge.server import BridgeLimits, BridgeServer
 from server_env.adapters import AdapterLimits, Adapters
 from server_env.cache import EngineCache
 from server_env.config import ServerFile
+from server_env.engine import Engine
 from server_env.engine_process import EngineProcess
 from server_env.engines import NOWHERE, device_of, make_engine
+from server_env.gpus import shares
 from server_env.http_front import HttpFront
 from server_env.metrics_page import MetricsPage
+from server_env.ownership import own
 from server_env.peft_adapter import BaseModel
+from server_env.replicas import Replicas
 from server_env.scratch import Scratch
 from server_env.service import Service
 from server_env.sleeping import Sleeper
 from server_env.spool import Spool
-from server_env.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class Gateway:
         self._file = file
         self._run_dir = run_dir
         self._stack = stack
-        _own(run_dir, stack)
+        own(run_dir, stack)
         self._uuid = uuid.uuid4().hex
         self._hurry: asyncio.Task[None] | None = None
         _allow_many_connections()
@@ -56,58 +59,54 @@ class Gateway:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):  # Before anything is made that a signal could leave behind.
             loop.add_signal_handler(signum, self._on_signal, signal.Signals(signum).name)
-        engine = make_engine(file)
+        engines = [make_engine(file) for _ in range(file.server.data_parallel)]
+        gpus = shares(file.server, device_of(file), engines[0].gpus, os.environ)
         scratch = Scratch(self._uuid)
         stack.callback(scratch.remove)
-        cache = EngineCache.acquire(engine.name, engine.installed_version, engine.command(NOWHERE))
-        stack.callback(cache.release)
         spool = Spool(scratch.spool(file.server.spool_dir, run_dir))
         stack.callback(spool.remove)
         self._scratch = scratch.path
-        self._process = EngineProcess(
-            engine,
-            device=device_of(file),
-            scratch=scratch.path,
-            cache=cache.path,
-            log_path=run_dir / "engine.log",
-            environment=os.environ,
-        )
-        self._supervisor = Supervisor(
-            self._process,
-            self._service,
-            startup_timeout_s=file.server.startup_timeout_s,
-            stall_timeout_s=file.server.stall_timeout_s,
-        )
+        processes = [self._process(number, engine, gpus[number]) for number, engine in enumerate(engines)]
+        self._replicas = Replicas(processes, self._service, file.server)
         limits = AdapterLimits(
-            max_rank=engine.max_lora_rank,
-            at_once=engine.adapter_slots,
-            kept=file.server.max_staleness + 1,
-            held=engine.adapters_held,
-            load_timeout_s=file.server.load_timeout_s,
+            max_rank=engines[0].max_lora_rank, kept=file.server.max_staleness + 1, held=engines[0].adapters_held
         )
-        self._adapters = Adapters(self._supervisor, spool, BaseModel.read(engine.model), limits)
-        self._service.supervisor = self._supervisor
+        self._adapters = Adapters(self._replicas, spool, BaseModel.read(engines[0].model), limits)
+        self._service.replicas = self._replicas
         self._service.adapters = self._adapters
-        self._service.sleeper = Sleeper(self._supervisor)
+        self._service.sleeper = Sleeper(self._replicas)
+
+    def _process(self, number: int, engine: Engine, gpus: Mapping[str, str]) -> EngineProcess:
+        """One engine, with a log, a folder and a compile cache of its own."""
+        cache = EngineCache.acquire(engine.name, engine.installed_version, engine.command(NOWHERE))
+        self._stack.callback(cache.release)
+        return EngineProcess(
+            engine,
+            device=device_of(self._file),
+            scratch=private_dir(self._scratch / str(number)),
+            cache=cache.path,
+            log_path=self._run_dir / (f"engine-{number}.log" if number else "engine.log"),
+            environment={**os.environ, **gpus},
+        )
 
     def _on_signal(self, name: str) -> None:
         """The first signal ends the server; another one means now."""
         if self._service.ended.is_set() and self._hurry is None:
-            self._hurry = asyncio.create_task(self._process.hurry())
+            self._hurry = asyncio.create_task(self._replicas.hurry())
         self._service.end(name)
 
     async def run(self) -> str:
         """Start, serve, end."""
         self._stack.push_async_callback(self._adapters.close)
-        self._stack.push_async_callback(self._supervisor.stop)
+        self._stack.push_async_callback(self._replicas.stop)
         if await self._started():
             await self._serve()
         log.info("ending: %s", self._service.why_ended)
         return self._service.why_ended
 
     async def _started(self) -> bool:
-        """Start the engine; False when the server is told to end meanwhile."""
-        start = asyncio.create_task(self._supervisor.start())
+        """Start the engines; False when the server is told to end meanwhile."""
+        start = asyncio.create_task(self._replicas.start())
         ended = asyncio.create_task(self._service.ended.wait())
         await asyncio.wait({start, ended}, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
@@ -128,9 +127,9 @@ class Gateway:
             limits=BridgeLimits(max_in_flight=self._file.server.max_in_flight),
         )
         await bridge.start()
-        # The engine goes first: what is in flight is then answered with the reason, while the bridge still can.
+        # The engines go first: what is in flight is then answered with the reason, while the bridge still can.
         self._stack.push_async_callback(bridge.stop)
-        self._stack.push_async_callback(self._supervisor.stop)
+        self._stack.push_async_callback(self._replicas.stop)
         self._service.push = bridge.push
         self._service.dropped_frames = lambda: bridge.dropped_frames
         await self._open_to_people()
@@ -163,9 +162,9 @@ class Gateway:
     async def _open_to_people(self) -> None:
         """The OpenAI API and /metrics, where the configuration wants them."""
         server = self._file.server
-        page = MetricsPage(self._service.metrics.text, {"0": self._supervisor.engine})
+        page = MetricsPage(self._service.metrics.text, self._replicas.engines)
         if server.http:
-            front = HttpFront("server.http", page, self._supervisor)
+            front = HttpFront("server.http", page, self._replicas)
             self._stack.push_async_callback(front.stop)
             self._service.http_url = await front.start(server.http)
         if server.metrics_address:
@@ -204,16 +203,3 @@ def _allow_many_connections() -> None:
     """A connection a request needs more open files than the usual soft limit of 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _own(run_dir: Path, stack: contextlib.AsyncExitStack) -> None:
-    """One server a run directory. Removes what one that was killed left. Raises ConfigError while another one lives."""
-    lock = os.open(run_dir / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    stack.callback(os.close, lock)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"Another tandem-server already serves {run_dir}.", remedy="Use another run name, or end that server first."
-        ) from None
-    (run_dir / "connection.json").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""For people: /metrics, and the engine's OpenAI API when it is asked for. Only what samples or reads is passed on."""
+"""For people: /metrics, and the engines' OpenAI API when it is asked for. Only what samples or reads is passed on."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from bridge.errors import ConfigError
 from server_env.config import loopback
 from server_env.engine import EngineGone
 from server_env.metrics_page import CONTENT_TYPE, MetricsPage
-from server_env.supervisor import Supervisor
+from server_env.replicas import Replicas
 
 PASSED = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/version")
 """Not among them: loading adapters, sleeping, and what else changes the engine under the trainer's feet."""
@@ -22,21 +22,21 @@ _NOT_PASSED = {
 
 
 class HttpFront:
-    """`/metrics` on one address; with a supervisor also its engine's API, answers passed on as they come, streams too.
+    """`/metrics` on one address; with `replicas` also the least busy engine's API, answers passed on as they come.
 
     name: the setting that says where, for errors.
     """
 
-    def __init__(self, name: str, page: MetricsPage, supervisor: Supervisor | None = None) -> None:
+    def __init__(self, name: str, page: MetricsPage, replicas: Replicas | None = None) -> None:
         self._name = name
         self._page = page
-        self._supervisor = supervisor
+        self._replicas = replicas
         self._runner: web.AppRunner | None = None
 
     async def start(self, address: str | Path) -> str:
         """Listen on a loopback `host:port` (port 0: any free one) or on a Unix socket; the URL. Raises ConfigError."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        for route in PASSED if self._supervisor else ():
+        for route in PASSED if self._replicas else ():
             app.router.add_route("*", route, self._pass_on)
         app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -65,13 +65,14 @@ class HttpFront:
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED}
         body = await request.read()
-        assert self._supervisor, "the route is there only with one"
+        assert self._replicas, "the routes are there only with them"
         try:
-            session = self._supervisor.engine.http()
+            engine = next(iter(self._replicas.serving().values()), self._replicas.engine)
+            session = engine.http()
             async with session.request(request.method, request.rel_url.path_qs, data=body, headers=headers) as answer:
                 return await _stream(request, answer)
         except (EngineGone, aiohttp.ClientConnectionError):
-            return web.json_response({"error": {"message": "The engine is not running just now."}}, status=503)
+            return web.json_response({"error": {"message": "No engine is running just now."}}, status=503)
 
 
 async def _stream(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

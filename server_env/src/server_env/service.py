@@ -10,23 +10,22 @@ from bridge.errors import BridgeError, EngineFailed, ProtocolMismatch, Refused
 from bridge.server import Call
 from server_env.adapters import Adapters
 from server_env.config import ServerFile
-from server_env.engine import Engine
 from server_env.lease import LeaseBook
 from server_env.metrics import EngineFigures, Figures, Metrics
+from server_env.replicas import Replicas
 from server_env.sleeping import Sleeper
-from server_env.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
 
 class Service:
-    """Answers every message of the protocol. `handle` is the bridge's handler, and it observes the supervisor."""
+    """Answers every message of the protocol. `handle` is the bridge's handler, and it observes the engines."""
 
     http_url = ""
     metrics_url = ""
     adapters: Adapters
     sleeper: Sleeper
-    supervisor: Supervisor
+    replicas: Replicas
 
     def __init__(self, file: ServerFile, *, server_uuid: str, log_path: str) -> None:
         self.ended = asyncio.Event()
@@ -76,10 +75,11 @@ class Service:
         """How it is."""
         return p.Pulse(
             version=self.adapters.newest,
-            engine_steps=self.supervisor.finished,
+            engine_steps=self.replicas.finished,
             in_flight=self.sleeper.in_flight,
-            engine=self.supervisor.state,
-            restarts=self.supervisor.restarts,
+            engine=self.replicas.state,
+            engines=len(self.replicas.serving()),
+            restarts=self.replicas.restarts,
         )
 
     def _figures(self) -> Figures:
@@ -88,26 +88,25 @@ class Service:
             status=self._status(),
             run=self.book.run_id,
             in_flight=self.sleeper.in_flight,
-            waiting={**self.adapters.waiting, "wake": self.sleeper.waiting},
+            waiting={
+                "version": self.adapters.waiting,
+                "engine": self.replicas.waiting,
+                "wake": self.sleeper.waiting,
+            },
             prompt_tokens=self._prompt_tokens,
             asleep=self.sleeper.asleep,
-            engines=[EngineFigures(self.supervisor.state == "ready", self.supervisor.restarts)],
+            engines=[EngineFigures(*now) for now in self.replicas.each()],
         )
 
-    # ---- the engine's lives (see supervisor.Observer) ----------------------------------------------------------------
+    # ---- the engines' lives (see replicas.Observer) ------------------------------------------------------------------
 
-    async def engine_started(self, engine: Engine) -> None:
-        """A new engine gets the adapters of the last one."""
-        await self.adapters.engine_started(engine)
-        await self.sleeper.engine_started(engine)
-
-    def engine_died(self, error: EngineFailed) -> None:
+    def engine_died(self, error: EngineFailed, *, for_good: bool) -> None:
         """Tell those who listen."""
-        self.push(p.EngineDied(why=f"{error.what} {error.why}".strip(), log_tail=error.log_tail))
+        self.push(p.EngineDied(why=f"{error.what} {error.why}".strip(), log_tail=error.log_tail, for_good=for_good))
 
     def engine_restarted(self, seconds: float) -> None:
         """Tell those who listen."""
-        version, restarts = self.adapters.newest, self.supervisor.restarts
+        version, restarts = self.adapters.newest, self.replicas.restarts
         self.push(p.EngineRestarted(version=version, restarts=restarts, seconds=seconds))
 
     # ---- work --------------------------------------------------------------------------------------------------------
@@ -119,8 +118,10 @@ class Service:
             raise Refused("Generate needs a prompt, n >= 1 and max_tokens >= 1.")
         await self.sleeper.until_awake()
         async with self.adapters.lease(request.version, request.min_version) as version, self.sleeper.working():
-            completions = await self.supervisor.call(
-                lambda engine: engine.generate(version.name, prompt, request.n, sampling)
+            completions = await self.replicas.call(
+                lambda engine: engine.generate(version.name, prompt, request.n, sampling),
+                adapter=version.name,
+                sequences=request.n,
             )
         self._requests += 1
         self._prompt_tokens += len(prompt)
@@ -133,7 +134,9 @@ class Service:
             raise Refused("Score needs two tokens or more: the first one has no logprob.")
         await self.sleeper.until_awake()
         async with self.adapters.lease(request.version, 0) as version, self.sleeper.working():
-            logprobs = await self.supervisor.call(lambda engine: engine.score(version.name, token_ids))
+            logprobs = await self.replicas.call(
+                lambda engine: engine.score(version.name, token_ids), adapter=version.name
+            )
         self._requests += 1
         self._prompt_tokens += len(token_ids)
         return p.Scored(version=version.number, logprobs=p.pack_logprobs(logprobs))
@@ -185,7 +188,7 @@ class Service:
                 self.adapters.new_epoch(same_run=same_run)
                 log.info("run %r (%s) holds the lease, epoch %d", hello.run_id, hello.client, self.book.epoch)
             await self._stop_dozing()
-        facts, engine = self.supervisor.facts, self.supervisor.engine
+        facts, engine = self.replicas.facts, self.replicas.engine
         assert facts
         return p.Welcome(
             protocol=p.PROTOCOL_VERSION,
@@ -210,16 +213,17 @@ class Service:
         )
 
     def _status(self) -> p.ServerStatus:
-        facts = self.supervisor.facts
+        facts, pids = self.replicas.facts, self.replicas.pids
         assert facts
         return p.ServerStatus(
-            engine=self.supervisor.engine.name,
+            engine=self.replicas.engine.name,
             engine_version=facts.version,
-            engine_pid=self.supervisor.pid,
+            engine_pid=next(filter(None, pids), 0),
+            engine_pids=pids,
             version=self.adapters.newest,
             loaded=self.adapters.loaded,
             in_use=self.adapters.in_use,
-            restarts=self.supervisor.restarts,
+            restarts=self.replicas.restarts,
             requests=self._requests,
             generated_tokens=self._tokens,
             dropped_frames=self.dropped_frames(),

@@ -129,6 +129,9 @@ def resolve(server: "ServerConfig", native: SGLangConfig, device: str) -> SGLang
         "chunked_prefill_size": None if server.chunked_prefill else -1,
         "disable_cuda_graph": None if server.cuda_graphs else True,
         "tp_size": server.tensor_parallel if server.tensor_parallel > 1 else None,
+        "nnodes": server.nnodes if server.nnodes > 1 else None,
+        "node_rank": server.node_rank if server.nnodes > 1 or server.node_rank else None,
+        "dist_init_addr": server.dist_init_addr or None,
         "enable_memory_saver": server.sleep or None,
         "enable_metrics": server.metrics or None,
         "log_level": "warning",
@@ -179,8 +182,20 @@ def _check(options: SGLangConfig, server: "ServerConfig", device: str) -> None:
             f"sglang.dp_size: SGLang loads adapters into one replica only, and dp_size is {options.dp_size}.",
             remedy="Leave it out; sglang.tp_size spreads one replica over several GPUs.",
         )
+    flags.check_nodes(
+        server,
+        nnodes=("sglang.nnodes", options.nnodes or 1),
+        rank=("sglang.node_rank", options.node_rank or 0),
+        meets=("sglang.dist_init_addr", options.dist_init_addr is not None),
+        gpus=gpus(options),
+    )
     if options.enable_memory_saver and device == "cpu":
         raise ConfigError("server.sleep: SGLang can sleep on a GPU only.", remedy="Leave server.sleep out.")
+
+
+def gpus(options: SGLangConfig) -> int:
+    """How many GPUs it computes on, those of all nodes together."""
+    return (options.tp_size or 1) * (options.pp_size or 1)
 
 
 def arguments(options: SGLangConfig, installed: EngineOptions | None = None) -> list[str]:

@@ -56,6 +56,8 @@ class SGLang:
         self.max_lora_rank = self.options.max_lora_rank or 0
         self.adapter_slots = (self.options.max_loras_per_batch or 1) - 1
         self.adapters_held = self.options.max_loaded_loras or 0
+        self.gpus = sglang.gpus(self.options)
+        self.node_rank = self.options.node_rank or 0
         self._server = server
         self._device = device
         self._base = BaseModel.read(self.model)

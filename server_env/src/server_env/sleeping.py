@@ -1,4 +1,4 @@
-"""The engine asleep and awake: device memory is given back between rollouts, and nothing runs meanwhile."""
+"""The engines asleep and awake: device memory is given back between rollouts, and nothing runs meanwhile."""
 
 import asyncio
 import contextlib
@@ -8,25 +8,23 @@ from collections.abc import AsyncIterator
 
 from bridge.errors import Refused
 from bridge.protocol import Slept
-from server_env.engine import Engine
 from server_env.gpu_memory import used_bytes
-from server_env.supervisor import Supervisor
+from server_env.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
 
 class Sleeper:
-    """Lets work through while the engine is awake. Order after sleep: weights, adapters, KV cache."""
+    """Lets work through while the engines are awake. Order after sleep: weights, adapters, KV cache."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, replicas: Replicas) -> None:
         self.in_flight = 0
         self.waiting = 0
-        self._supervisor = supervisor
+        self._replicas = replicas
         self._awake = asyncio.Event()
         self._awake.set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._weights_awake = True
         self._turning = asyncio.Lock()
 
     @property
@@ -37,7 +35,7 @@ class Sleeper:
     @property
     def possible(self) -> bool:
         """Whether this engine can sleep at all."""
-        return self._supervisor.facts is not None and "sleep" in self._supervisor.facts.capabilities
+        return self._replicas.facts is not None and "sleep" in self._replicas.facts.capabilities
 
     async def until_awake(self) -> None:
         """Wait while the engine sleeps."""
@@ -72,11 +70,10 @@ class Sleeper:
             try:
                 await self._idle.wait()
                 before = await used_bytes()
-                await self._supervisor.call(lambda engine: engine.sleep())
+                await self._replicas.turn("asleep")
             except BaseException:
-                self._awake.set()
+                await self._wake()
                 raise
-            self._weights_awake = False
             freed = max(0, before - await used_bytes())
             log.info("the engine sleeps; %.2f GiB are free again", freed / 2**30)
             return Slept(seconds=time.monotonic() - started, freed_bytes=freed)
@@ -86,25 +83,20 @@ class Sleeper:
         async with self._turning:
             started = time.monotonic()
             if self.asleep:
-                await self._wake_weights()
-                await self._supervisor.call(lambda engine: engine.wake())
+                await self._replicas.turn("awake")
                 self._awake.set()
                 log.info("the engine is awake")
             return Slept(seconds=time.monotonic() - started)
 
     async def ready_for_adapters(self) -> None:
-        """Wake as much of a sleeping engine as loading an adapter needs."""
+        """Wake as much of sleeping engines as loading an adapter needs."""
         async with self._turning:
-            await self._wake_weights()
+            if self.asleep:
+                await self._replicas.turn("weights")
 
-    async def engine_started(self, engine: Engine) -> None:
-        """A new engine is awake; while the server is to sleep, so is it."""
-        self._weights_awake = True
-        if self.asleep:
-            await engine.sleep()
-            self._weights_awake = False
-
-    async def _wake_weights(self) -> None:
-        if not self._weights_awake:
-            await self._supervisor.call(lambda engine: engine.wake_weights())
-            self._weights_awake = True
+    async def _wake(self) -> None:
+        """After a sleep that failed: those that sleep all the same are woken."""
+        try:
+            await self._replicas.turn("awake")
+        finally:
+            self._awake.set()

@@ -1,36 +1,34 @@
-"""How many adapters share the engine's batches: never more at once than it was started for.
+"""How many adapters share one engine's batches: never more at once than it was started for.
 
 Engines of some versions end when requests under more adapters than that come together; the others let them wait, too.
 """
 
-import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import Callable, Iterator
 
 
 class Slots:
-    """One slot an adapter, however many requests are in flight under it. The base model needs none of these."""
+    """One slot an adapter, however many requests are in flight under it. Adapters go by the engine's names.
 
-    def __init__(self, count: int) -> None:
-        self.waiting = 0
+    The base model, whose name is empty, needs none of these. freed: called when a slot is free again.
+    """
+
+    def __init__(self, count: int, freed: Callable[[], None]) -> None:
         self._count = count
-        self._users: Counter[Hashable] = Counter()
-        self._freed = asyncio.Event()
+        self._freed = freed
+        self._users: Counter[str] = Counter()
 
-    @contextlib.asynccontextmanager
-    async def taken(self, adapter: Hashable | None) -> AsyncIterator[None]:
-        """Around a request: waits until its adapter has a slot or one is free."""
-        if adapter is None:
+    def room_for(self, adapter: str) -> bool:
+        """Whether a request under this adapter may go to the engine now."""
+        return not adapter or adapter in self._users or len(self._users) < self._count
+
+    @contextlib.contextmanager
+    def taken(self, adapter: str) -> Iterator[None]:
+        """Around a request for which there is room."""
+        if not adapter:
             yield
             return
-        self.waiting += 1
-        try:
-            while adapter not in self._users and len(self._users) >= self._count:
-                self._freed.clear()
-                await self._freed.wait()
-        finally:
-            self.waiting -= 1
         self._users[adapter] += 1
         try:
             yield
@@ -38,4 +36,4 @@ class Slots:
             self._users[adapter] -= 1
             if not self._users[adapter]:
                 del self._users[adapter]
-                self._freed.set()
+                self._freed()

@@ -1,10 +1,10 @@
-"""Keeps an engine running: notices death and standstill, starts it again, and asks open requests again."""
+"""Keeps one engine running: notices death and standstill, and starts it again."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, cast
 
 from bridge.errors import BridgeError, EngineFailed, from_failure, to_failure
 from server_env.engine import Engine, EngineFacts, EngineGone
@@ -17,9 +17,6 @@ State = Literal["starting", "ready", "restarting", "failed"]
 
 MAX_RESTARTS = 3
 """Restarts without one finished request between them."""
-
-MAX_TRIES = 4
-"""Times that one request is asked: it may be what kills the engine."""
 
 LAST_BREATH_S = 5.0
 """How long an engine that dropped a request may take to end before it is asked whether it lives."""
@@ -42,9 +39,17 @@ class Observer(Protocol):
         """It serves again, after seconds without it."""
         ...
 
+    def engine_given_up(self, error: EngineFailed) -> None:
+        """It is gone for good."""
+        ...
+
+    def engine_changed(self) -> None:
+        """It serves, or not, other than before."""
+        ...
+
 
 class Supervisor:
-    """One engine over all its lives. `call` is how everybody else talks to it."""
+    """One engine over all its lives. `attempt` is how everybody else talks to it."""
 
     def __init__(
         self, process: EngineProcess, observer: Observer, *, startup_timeout_s: float, stall_timeout_s: float
@@ -60,13 +65,12 @@ class Supervisor:
         self._unanswered_restarts = 0
         self._open = 0
         self._error: EngineFailed | None = None
-        self._settled = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._examination: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> Engine:
-        """The engine; only to be used inside `call`."""
+        """The engine; only to be used inside `attempt`."""
         return self._process.engine
 
     @property
@@ -75,9 +79,20 @@ class Supervisor:
         return self._process.pid
 
     @property
+    def available(self) -> bool:
+        """Whether to ask it anything new: it serves, and has not just dropped a request."""
+        return self.state == "ready" and self._examination is None
+
+    @property
     def life(self) -> int:
         """Counts the engine's starts."""
         return self._process.lives
+
+    @property
+    def error(self) -> EngineFailed:
+        """Why it failed for good; a new one each time, for whoever raises it."""
+        assert self._error
+        return cast("EngineFailed", from_failure(to_failure(self._error)))
 
     async def start(self) -> EngineFacts:
         """The first start. Raises EngineFailed: an engine that never came up is not tried again."""
@@ -91,54 +106,61 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End the engine for good; open calls end with EngineFailed."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._examination] if self._examination else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._error is None:
             self._error = EngineFailed("The server is shutting down.")
         self._set("failed")
         await self._process.stop()
 
-    async def call(self, work: Callable[[Engine], Awaitable[T]]) -> T:
-        """The result of work on a living engine, asked again (MAX_TRIES) when it dies. Raises EngineFailed."""
-        why = ""
-        for _ in range(MAX_TRIES):
-            await self._until_ready()
-            life = self._process.lives
-            self._open += 1
-            try:
-                result = await work(self.engine)
-            except EngineGone as error:
-                why = str(error)
-                await self._examine(life)
-            else:
-                self.finished += 1
-                self._unanswered_restarts = 0
-                return result
-            finally:
-                self._open -= 1
-        raise self._process.failure(f"The engine was lost {MAX_TRIES} times while it worked on this request: {why}")
+    async def attempt(self, work: Callable[[Engine], Awaitable[T]]) -> T:
+        """The result of work on this life of the engine. Raises EngineGone when it is lost: see `examined`."""
+        life = self._process.lives
+        self._open += 1
+        try:
+            result = await work(self.engine)
+        except EngineGone:
+            self._examine(life)
+            raise
+        finally:
+            self._open -= 1
+        self.finished += 1
+        self._unanswered_restarts = 0
+        return result
+
+    async def examined(self) -> None:
+        """After a lost request: return when that life is known to be over, or to be well after all."""
+        if self._examination:
+            await asyncio.wait([self._examination])
+
+    def failure(self, what: str) -> EngineFailed:
+        """An EngineFailed about its last life, with the cause that its log names."""
+        return self._process.failure(what)
 
     async def replace(self, life: int, why: str) -> None:
         """End a life that cannot go on as it is; the next one begins by itself."""
         if not self._over(life):
-            log.error("%s: ending the engine", why)
+            log.error("%s: ending %s", why, self._process.name)
             await self._process.stop()
+            self._note_end(life)
 
-    async def _until_ready(self) -> None:
-        while self.state != "ready":
-            if self.state == "failed":
-                assert self._error
-                raise from_failure(to_failure(self._error))
-            await self._settled.wait()
+    async def hurry(self) -> None:
+        """Kill the engine now, and whatever is stopped from here on."""
+        await self._process.hurry()
 
-    async def _examine(self, life: int) -> None:
-        """A request of this life was dropped: return when that life is known to be over, or to be well after all."""
-        if self._over(life):
-            return
-        if self._examination is None or self._examination.done():
+    def _examine(self, life: int) -> None:
+        """A request of this life was dropped: find out whether it is over."""
+        if not self._over(life) and self._examination is None:
             self._examination = asyncio.create_task(self._end_unless_well(life))
-        await asyncio.shield(self._examination)
+            self._examination.add_done_callback(self._examination_ended)
+            self._observer.engine_changed()
+
+    def _examination_ended(self, task: asyncio.Task[None]) -> None:
+        self._examination = None
+        self._watcher_ended(task)
+        self._observer.engine_changed()
 
     async def _end_unless_well(self, life: int) -> None:
         try:
@@ -146,10 +168,14 @@ class Supervisor:
         except TimeoutError:
             if await self._is_well() or self._over(life):
                 return
-            log.warning("the engine dropped a request and does not answer: ending it")
+            log.warning("%s dropped a request and does not answer: ending it", self._process.name)
             await self._process.stop()
+        self._note_end(life)
+
+    def _note_end(self, life: int) -> None:
+        """What _keep_alive is about to say: nobody should ask this life anything meanwhile."""
         if not self._over(life):
-            self._set("restarting")  # _keep_alive is about to say the same.
+            self._set("restarting")
 
     def _over(self, life: int) -> bool:
         return life != self._process.lives or self.state != "ready"
@@ -168,7 +194,7 @@ class Supervisor:
             ended = time.monotonic()
             error = self._process.failure(f"The engine ended with code {code}.")
             self._set("restarting")
-            log.warning("%s %s", error.what, error.why)
+            log.warning("%s: %s %s", self._process.name, error.what, error.why)
             self._observer.engine_died(error)
             await self._process.stop()
             if not await self._restart(error):
@@ -191,15 +217,15 @@ class Supervisor:
             else:
                 return True
             await self._process.stop()
-        self._error = EngineFailed(
+        final = EngineFailed(
             f"The engine failed {MAX_RESTARTS} times in a row without finishing a request. {error.what}",
             why=error.why,
             log_path=error.log_path,
             log_tail=error.log_tail,
             remedy=error.remedy,
         )
-        log.error("%s", self._error)
-        self._set("failed")
+        log.error("%s: %s", self._process.name, final)
+        self._give_up(final)
         return False
 
     async def _watch_for_stall(self) -> None:
@@ -226,15 +252,18 @@ class Supervisor:
         """Without its watchers an engine must not serve: what broke one is everybody's error."""
         if task.cancelled() or task.exception() is None:
             return
-        log.error("a watcher of the engine broke", exc_info=task.exception())
-        self._error = EngineFailed(
-            f"The server's watch over the engine broke: {task.exception()!r}.", remedy="Look at server.log."
+        log.error("a watcher of %s broke", self._process.name, exc_info=task.exception())
+        self._give_up(
+            EngineFailed(
+                f"The server's watch over the engine broke: {task.exception()!r}.", remedy="Look at server.log."
+            )
         )
+
+    def _give_up(self, error: EngineFailed) -> None:
+        self._error = error
         self._set("failed")
+        self._observer.engine_given_up(error)
 
     def _set(self, state: State) -> None:
         self.state = state
-        if state in ("ready", "failed"):
-            self._settled.set()
-        else:
-            self._settled.clear()
+        self._observer.engine_changed()

@@ -1,5 +1,6 @@
 """vLLM's options under vLLM's own names, and how they become its command line."""
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,6 +94,7 @@ def resolve(
         "no_enable_chunked_prefill": None if server.chunked_prefill else True,
         "enforce_eager": None if server.cuda_graphs else True,
         "tensor_parallel_size": server.tensor_parallel if server.tensor_parallel > 1 else None,
+        **_nodes(server, native, installed),
         "enable_sleep_mode": server.sleep or None,
         "logprobs_mode": LOGPROBS_MODE,
         "uvicorn_log_level": "warning",
@@ -109,6 +111,22 @@ def resolve(
     resolved = msgspec.structs.replace(wanted, max_lora_rank=_rank(wanted.max_lora_rank or 1, installed))
     _check(resolved, server, device)
     return resolved
+
+
+def _nodes(server: "ServerConfig", native: VLLMConfig, installed: EngineOptions | None) -> dict[str, Any]:
+    """A further node of several only computes: without an API of its own, where this version has a word for that."""
+    if (native.nnodes or server.nnodes) == 1:
+        return {"node_rank": server.node_rank or None}
+    host, port = server.meeting_point
+    rank = server.node_rank if native.node_rank is None else native.node_rank
+    can_be_headless = installed is None or installed.find("--headless") is not None
+    return {
+        "nnodes": server.nnodes,
+        "node_rank": server.node_rank,
+        "master_addr": host,
+        "master_port": port,
+        "headless": True if rank and can_be_headless else None,
+    }
 
 
 def _rank(wanted: int, installed: EngineOptions | None) -> int:
@@ -136,8 +154,21 @@ def _check(options: VLLMConfig, server: "ServerConfig", device: str) -> None:
         at_once=("vllm.max_loras", options.max_loras or 0),
         held=("vllm.max_cpu_loras", options.max_cpu_loras or 0),
     )
+    flags.check_nodes(
+        server,
+        nnodes=("vllm.nnodes", options.nnodes or 1),
+        rank=("vllm.node_rank", options.node_rank or 0),
+        meets=("vllm.master_addr", options.master_addr is not None),
+        gpus=gpus(options),
+    )
     if options.enable_sleep_mode and device == "cpu":
         raise ConfigError("server.sleep: vLLM can sleep on a GPU only.", remedy="Leave server.sleep out.")
+
+
+def gpus(options: VLLMConfig) -> int:
+    """How many GPUs it computes on, those of all nodes together."""
+    parts = (options.tensor_parallel_size, options.pipeline_parallel_size, options.data_parallel_size)
+    return math.prod(part or 1 for part in parts)
 
 
 def arguments(options: VLLMConfig, installed: EngineOptions | None = None) -> list[str]:
@@ -145,14 +176,16 @@ def arguments(options: VLLMConfig, installed: EngineOptions | None = None) -> li
     return flags.arguments("vllm", options, installed, negatable=True, reserved=RESERVED)
 
 
-def command(wrapper: Sequence[str] = ()) -> list[str]:
+def command(wrapper: Sequence[str] = (), *, headless: bool = False) -> list[str]:
     """The program, without options. wrapper: what to run instead (see ServerConfig.engine_command).
 
+    headless: only `vllm serve` knows how to be that.
     `python -m` rather than the `vllm` script: that one asks for a distribution called vllm, which CPU builds are not.
     """
     if wrapper:
         return list(wrapper)
-    if (flags.package_folder("vllm", "vLLM") / "entrypoints" / "openai" / "api_server.py").exists():
+    server = flags.package_folder("vllm", "vLLM") / "entrypoints" / "openai" / "api_server.py"
+    if server.exists() and not headless:
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 

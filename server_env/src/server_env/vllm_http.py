@@ -102,9 +102,11 @@ class VLLM:
         self.max_lora_rank = self.options.max_lora_rank or 0
         self.adapter_slots = self.options.max_loras or 0
         self.adapters_held = self.options.max_cpu_loras or 0
+        self.gpus = vllm.gpus(self.options)
+        self.node_rank = self.options.node_rank or 0
         self._server = server
         self._device = device
-        self._program = vllm.command(server.engine_command)
+        self._program = vllm.command(server.engine_command, headless=bool(self.options.headless))
         self._arguments = vllm.arguments(self.options, installed)
         self._http = EngineHttp("vLLM", "/health")
 

@@ -41,7 +41,8 @@ def _run(options: Namespace) -> int:
     from trainer_env.placement import plan
     from trainer_env.session import Session
 
-    placement = plan(settings.placement, detect(), overlap=settings.lookahead("cpu") > 0)
+    overlap = settings.lookahead("cpu") > 0
+    placement = plan(settings.placement, detect(), overlap=overlap, server=settings.server)
     session = Session(settings, placement, source=str(options.config), resume=bool(options.resume))
     for line in [*session.describe(), *placement.lines()]:
         print(line, flush=True)

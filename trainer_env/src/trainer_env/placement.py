@@ -1,7 +1,7 @@
 """Which devices each half gets. A plan is a pure function of the config and of what the machine has."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -58,11 +58,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         """Environment variables for the trainer; to be set before torch is imported."""
         return _environment(self.trainer, self.trainer_threads)
 
-    def server_settings(self) -> dict[str, Any]:
-        """What the plan means in the terms of `[server]`. What the user has set there wins."""
+    def server_settings(self, user: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What the plan means in the terms of `[server]`. user: what is set there by hand, which wins.
+
+        Raises ConfigError when the server's GPUs are no whole number for each of its engines.
+        """
         if self.mode == "cpu":
             return {"device": "cpu"}
-        settings: dict[str, Any] = {"device": "cuda", "tensor_parallel": len(self.server)}
+        each = _gpus_each(len(self.server), user or {})
+        settings: dict[str, Any] = {"device": "cuda", "tensor_parallel": each}
         if self.memory_share is not None:
             settings["memory_share"] = self.memory_share
         return settings | ({"sleep": True} if self.mode == "time-share" else {})
@@ -75,10 +79,13 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return self.server_threads, self.trainer_threads
 
 
-def plan(config: PlacementConfig, devices: Devices, *, overlap: bool = False) -> Placement:
+def plan(
+    config: PlacementConfig, devices: Devices, *, overlap: bool = False, server: Mapping[str, Any] | None = None
+) -> Placement:
     """Explicit devices win, then CUDA_VISIBLE_DEVICES, then what is there. Raises ConfigError.
 
-    overlap: the halves work at the same time; on a CPU they then share the cores instead of taking turns.
+    overlap: the halves work at the same time; on a CPU they then share the cores instead of taking turns. server: the
+    user's `[server]`, which may say how many GPUs that half needs.
     """
     server_ids, trainer_ids = ([str(item) for item in ids] for ids in (config.server_gpus, config.trainer_gpus))
     given = bool(server_ids or trainer_ids)
@@ -90,19 +97,19 @@ def plan(config: PlacementConfig, devices: Devices, *, overlap: bool = False) ->
                 remedy="Leave out --server-gpus and --trainer-gpus, or --placement cpu and --accelerator cpu.",
             )
         return _on_cpu(config, devices.cores, overlap=overlap)
-    server, trainer = _named(server_ids, devices, "server"), _named(trainer_ids, devices, "trainer")
+    serving, training = _named(server_ids, devices, "server"), _named(trainer_ids, devices, "trainer")
     if mode == "time-share":
-        device = _one_gpu(server, trainer, devices)
-        server, trainer = (device,), (device,)
+        device = _one_gpu(serving, training, devices)
+        serving, training = (device,), (device,)
     else:
-        server, trainer = _two_sets(server, trainer, devices)
-    for device in {device.id: device for device in (*server, *trainer)}.values():
+        serving, training = _two_sets(serving, training, devices, _gpus_wanted(server or {}))
+    for device in {device.id: device for device in (*serving, *training)}.values():
         _require_room(device)
     return Placement(
         mode=mode,
-        server=server,
-        trainer=trainer,
-        memory_share=_memory_share(server, _MOST[mode]),
+        server=serving,
+        trainer=training,
+        memory_share=_memory_share(serving, _MOST[mode]),
         cores=devices.cores,
         server_threads=config.server_threads,
         trainer_threads=config.trainer_threads,
@@ -173,11 +180,11 @@ def _one_gpu(server: tuple[Device, ...], trainer: tuple[Device, ...], devices: D
 
 
 def _two_sets(
-    server: tuple[Device, ...], trainer: tuple[Device, ...], devices: Devices
+    server: tuple[Device, ...], trainer: tuple[Device, ...], devices: Devices, wanted: int
 ) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
-    """Server and trainer devices of a split: the server on the first that is free, the trainer on all others."""
+    """Server and trainer devices of a split: the server on the first free ones, the trainer on all others."""
     usable = devices.usable()
-    server = server or _others(usable, trainer)[:1]
+    server = server or _others(usable, trainer)[:wanted]
     trainer = trainer or _others(usable, server)
     shared = [device.id for device in server if device.id in {other.id for other in trainer}]
     if shared:
@@ -192,6 +199,31 @@ def _two_sets(
             remedy="Use --placement time-share, or make more GPUs visible.",
         )
     return server, trainer
+
+
+def _gpus_wanted(server: Mapping[str, Any]) -> int:
+    """GPUs of this machine that the user's `[server]` asks for; 1 where it says nothing."""
+    return max(1, _count(server, "data_parallel") * _count(server, "tensor_parallel") // _count(server, "nnodes"))
+
+
+def _gpus_each(gpus: int, server: Mapping[str, Any]) -> int:
+    """GPUs for one engine of the server's, on all its machines. Raises ConfigError when they do not come out even."""
+    engines, wanted = _count(server, "data_parallel"), _gpus_wanted(server)
+    even = gpus == wanted if "tensor_parallel" in server else gpus % engines == 0
+    if engines > 1 and not even:
+        raise ConfigError(
+            f"server.data_parallel: {engines} engines of {wanted // engines} or more GPUs each, and the server has "
+            f"{gpus}.",
+            why="Each engine computes on server.tensor_parallel GPUs of its own.",
+            remedy=f"Give it {wanted} with --server-gpus, or lower server.data_parallel.",
+        )
+    return gpus * _count(server, "nnodes") // engines
+
+
+def _count(server: Mapping[str, Any], name: str) -> int:
+    """A count of the user's; what is no count is for the server half to refuse."""
+    value = server.get(name, 1)
+    return value if isinstance(value, int) and value > 0 else 1
 
 
 def _others(devices: Sequence[Device], taken: Sequence[Device]) -> tuple[Device, ...]:

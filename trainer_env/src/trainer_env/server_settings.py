@@ -9,6 +9,8 @@ from trainer_env.placement import Placement
 def server_settings(config: TrainConfig, model: str, placement: Placement) -> dict[str, Any]:
     """The content of server.toml. model: what `models.resolve` returned; the rest: config and placement.
 
+    Raises ConfigError when GPUs and engines do not come out even.
+
     A key that the user set in `[server]` wins over what is filled in here.
     """
     filled: dict[str, Any] = {
@@ -20,7 +22,7 @@ def server_settings(config: TrainConfig, model: str, placement: Placement) -> di
         "context_length": config.model.max_seq_length,
         "max_lora_rank": config.lora.r,
         "max_staleness": config.max_staleness(placement.mode),
-        **placement.server_settings(),
+        **placement.server_settings(config.server),
     }
     return {
         "server": filled | config.server,

@@ -270,9 +270,10 @@ class Session:
         self._server.note_family()
         match event:
             case p.EngineDied():
-                log.warning("the engine died, and is started again: %s\n%s", event.why, event.log_tail)
+                then = "has left for good" if event.for_good else "died, and is started again"
+                log.warning("an engine %s: %s\n%s", then, event.why, event.log_tail)
             case p.EngineRestarted():
-                log.warning("the engine is back after %.0f s, with version %d", event.seconds, event.version)
+                log.warning("an engine is back after %.0f s, with version %d", event.seconds, event.version)
 
     def _after_step(self, step: int) -> None:
         every = self.config.evaluation.every

@@ -1,0 +1,24 @@
+"""One tandem-server a run directory."""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from bridge.errors import ConfigError
+
+
+def own(run_dir: Path, stack: contextlib.AsyncExitStack) -> None:
+    """Hold this run directory until the stack is left. Removes what one that was killed left.
+
+    Raises ConfigError while another one lives.
+    """
+    lock = os.open(run_dir / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    stack.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"Another tandem-server already serves {run_dir}.", remedy="Use another run name, or end that server first."
+        ) from None
+    (run_dir / "connection.json").unlink(missing_ok=True)
