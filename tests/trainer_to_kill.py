@@ -24,9 +24,9 @@ def serving(job: Path) -> Serving:
 if __name__ == "__main__":
     job, model, *how = sys.argv[1:]
     mine = serving(Path(job))
-    mine.start(model)
+    mine.start(model, anew=True)
     if how:
         adapter = lora_files.make(Path(model), 3)
-        mine.connect(anew=True).ask(adapter.publish(3), adapter.data)
+        mine.connect().ask(adapter.publish(3), adapter.data)
     print("ready", flush=True)
     signal.pause()

@@ -69,8 +69,8 @@ class Lab:
 
     def start(self, *, anew=True, **how):
         it = self.serving(**how)
-        it.start(str(self.model))
-        it.connect(anew=anew)
+        it.start(str(self.model), anew=anew)
+        it.connect()
         self.note()
         return it
 
@@ -186,9 +186,8 @@ def test_a_server_with_other_settings_is_ended_and_they_are_named(lab):
 def test_a_server_that_another_process_holds_is_not_taken_over_and_not_ended(lab):
     first = lab.start()
     second = lab.serving()
-    second.start(str(lab.model))
     with pytest.raises(Refused, match=r"Run 'run' .* holds this server"):
-        second.connect(anew=False)
+        second.start(str(lab.model), anew=False)
     second.close()
     assert first.client.ask(generate(PROMPT)).completions
 
@@ -219,9 +218,9 @@ def test_a_server_that_dies_while_it_is_taken_over_is_replaced(lab, monkeypatch)
     monkeypatch.setenv("TANDEM_FAKE_FAULT", "slow-start:2@1")
     lab.killed_trainer()
     it = lab.serving()
-    it.start(str(lab.model))
+    it.start(str(lab.model), anew=False)
     os.kill(json.loads((lab.run_dir / "server_process.json").read_text())["pid"], signal.SIGKILL)
-    it.connect(anew=False)
+    it.connect()
     assert it.client.ask(generate(PROMPT)).completions
 
 

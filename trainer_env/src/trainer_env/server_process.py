@@ -175,6 +175,11 @@ class ServerProcess:
         self._as_started(settings, self._child.pid).write(self.run_dir)
 
     @property
+    def published(self) -> bool:
+        """Whether it has said where it listens."""
+        return self._connection_path.exists()
+
+    @property
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._child is not None and self._child.poll() is None
@@ -182,7 +187,7 @@ class ServerProcess:
     def wait_ready(self, timeout_s: float) -> Connection:
         """Wait until the engine has answered a generation. Raises EngineFailed or ConfigError as soon as it cannot."""
         deadline = time.monotonic() + timeout_s
-        while not self._connection_path.exists():
+        while not self.published:
             if not self.alive:
                 raise self.died()
             if time.monotonic() > deadline:

@@ -41,6 +41,7 @@ class Serving:
         self._say = say
         self._process = self._process_in(config.run_dir)
         self._matters: dict[str, object] = {}
+        self._anew = True
         self._client: LastingClient | None = None
         self._starting = threading.Lock()
         self._ending = False
@@ -54,11 +55,6 @@ class Serving:
         """Whom to ask, once connected."""
         assert self._client, "connect first"
         return self._client
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a client."""
-        return self._client is not None
 
     def versions(self) -> str:
         """Of the engine and torch, for people."""
@@ -76,15 +72,19 @@ class Serving:
                 error.what = f"{source}: {what}"  # The file that the reader knows.
                 raise
 
-    def start(self, model: str) -> None:
+    def start(self, model: str, *, anew: bool) -> None:
         """Go on with the server that this run's last trainer has left, if it will do; else end it and start one.
 
-        model: what `models.resolve` returned. Returns at once: the engine loads while the trainer does.
+        model: what `models.resolve` returned. anew: the run begins, so a server must not serve adapters yet. Returns at
+        once: the engine loads while the trainer does. Raises Refused while another trainer holds the server.
         """
+        self._anew = anew
         run_dir = self._config.run_dir
         self._matters = what_matters(server_settings(self._config, model, self._placement), self._config)
         if self._process.take_over(self._matters):
             self._say("going on with the server that the last trainer of this run has left")
+            if self._process.published:  # The lease is running out: it is taken before anything is loaded here.
+                self._hold(self._attach_to_left())
             return
         if self._process.left_behind:
             other = f": other settings ({', '.join(self._process.differences)})" if self._process.differences else ""
@@ -94,15 +94,13 @@ class Serving:
         self._say(f"starting the {self._config.backend} server; log: {run_dir / 'server.log'}")
         self._process.start(self._matters)
 
-    def connect(self, *, anew: bool) -> LastingClient:
-        """Wait until the engine has answered, and take the server's lease.
-
-        anew: the run begins, so a server that was taken over must not serve adapters yet. Raises what keeps the server
-        from being ready, and Refused while another trainer holds it.
-        """
-        client = self._attach_to_left(anew=anew) if self._process.taken_over else self._attach()
-        self._client = LastingClient(client, self._renew)
-        return self._client
+    def connect(self) -> LastingClient:
+        """Wait until the engine has answered, and take the server's lease. Raises what keeps it from being ready."""
+        if self._client is None and self._process.taken_over:
+            self._hold(self._attach_to_left())
+        if self._client is None:
+            self._hold(self._attach())
+        return self.client
 
     def restarts(self) -> int:
         """How often an engine or a tandem-server was started again in this run's time with them."""
@@ -159,10 +157,14 @@ class Serving:
             connection, run_id=self._config.run, alone=True, timeout_s=CONNECT_TIMEOUT_S, on_event=self._on_event
         )
 
-    def _attach_to_left(self, *, anew: bool) -> BlockingClient:
-        """A client of the server that was left, or of another one when that is just ending or will not do."""
+    def _hold(self, client: BlockingClient | None) -> None:
+        self._client = LastingClient(client, self._renew) if client else None
+
+    def _attach_to_left(self) -> BlockingClient | None:
+        """A client of the server that was left; None when that was ending or will not do, and another one starts."""
         try:
             client = self._attach()
+            before = client.ask(p.Status()).restarts
         except Refused:  # It is somebody else's, and not ours to end.
             self._process.keep()
             raise
@@ -170,14 +172,14 @@ class Serving:
             if not self._process.wait_ended(LAST_BREATH_S):
                 raise
         else:
-            if not (anew and client.welcome.version):
-                self._past_restarts = -client.ask(p.Status()).restarts  # Those of the last trainer's time.
+            if not (self._anew and client.welcome.version):
+                self._past_restarts = -before  # Those of the last trainer's time.
                 return client
             client.close()
         self._say("the server that was left will not do: another one is started")
         self._process.stop()
         self._start_again()
-        return self._attach()
+        return None
 
     def _renew(self, error: PeerDied, version: int) -> BlockingClient:
         """Another server for one that is gone, with a client of it. Called on a thread of its own.

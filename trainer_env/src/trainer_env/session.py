@@ -84,7 +84,7 @@ class Session:
             self._lock = RunLock(self.config)
             write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
             write_atomically(run_dir / "placement.json", self.placement.to_json())
-            self._serving.start(self._model)
+            self._serving.start(self._model, anew=not self._resume)
 
     def run(self) -> Summary:
         """The whole story: load, connect, evaluate, train, evaluate, sum up."""
@@ -142,7 +142,7 @@ class Session:
     def connect(self) -> None:
         """Wait until the engine has answered, take the server's lease, see that every prompt fits."""
         with self._phase(), self._timed("the server answers"):
-            client = self._serving.connect(anew=not self._resume)
+            client = self._serving.connect()
         self._rollouts = Rollouts(
             client,
             self._policy.tokenizer,
