@@ -1,4 +1,4 @@
-"""Runs whose processes are killed with SIGKILL at moments that a seed decides. Only what descends from a run is killed."""
+"""Runs that are killed at moments which a seed decides. Nobody is killed but who descends from a run."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ LONG_S = 1800.0
 
 
 def kill_trainer(lab: Lab, run: Run, moments: tuple[int, ...], within_s: float) -> list[Run]:
-    """Kill its trainer some time after each of these steps, and go on with it; the runs, of which the last has ended."""
+    """Kill its trainer some time after each of these steps, and go on with it; the runs, the last of which ended."""
     rng = random.Random(f"trainer/{moments}")
     runs = [run]
     for step in moments:
