@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ def kill_trainer(lab: Lab, run: Run, moments: tuple[int, ...], within_s: float) 
     runs = [run]
     for step in moments:
         run.expected_to_live = True
-        run.until(lambda run=run, step=step: run.steps and run.steps[-1] >= step, f"step {step}", LONG_S)
+        run.until(lambda run=run, step=step: taken(run) and run.steps[-1] >= step, f"step {step}", LONG_S)
         time.sleep(rng.uniform(0, within_s))
         run.process.kill()
         run.process.wait()
@@ -40,10 +41,22 @@ def kill_engine(run: Run, moments: tuple[int, ...], within_s: float) -> Run:
     for step in moments:
         run.until(lambda step=step: run.steps and run.steps[-1] >= step, f"step {step}", LONG_S)
         time.sleep(rng.uniform(0, within_s))
-        victim = rng.choice(sorted(engine(run)))
+        victim = rng.choice(sorted(engine(run), key=memory)[-2:])  # The small ones are no part that it misses.
         with contextlib.suppress(ProcessLookupError):  # It has just ended by itself.
             os.kill(victim, signal.SIGKILL)
     return run.finish(LONG_S)
+
+
+def taken(run: Run) -> bool:
+    """Whether the command itself has taken a step, and not only an earlier one of the same run."""
+    return any(line.startswith("step ") for line in run.stdout.splitlines())
+
+
+def memory(pid: int) -> int:
+    """Pages that a process holds."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return 0
 
 
 def engine(run: Run) -> list[int]:

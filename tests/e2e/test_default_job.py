@@ -55,7 +55,7 @@ def test_the_first_ratio_is_1(default_job):
 @pytest.mark.parametrize("run", ["default_job_with_killed_trainer", "default_job_with_killed_engine"], indirect=True)
 def test_it_learns_all_the_same_when_it_is_killed(run):
     assert run.code == 0, run.report()
-    assert run.steps == list(range(1, 31))
+    assert run.steps == list(range(1, run.summary["steps"] + 1))
     assert run.summary["reward_last4"] >= 0.80
 
 

@@ -3,6 +3,7 @@
 from killing import kill_trainer
 from runs import ROOT, TRAIN, scenario
 
+STEPS = 16
 SETTINGS = (
     *("grpo.save_steps=1", "evaluation.before=false", "evaluation.after=false"),
     *("server.cpu_kv_gib=1", "server.lease_s=300"),
@@ -12,16 +13,16 @@ SETTINGS = (
 @scenario
 def small_run_killed(lab):
     output_dir = lab.folder / "small-run-killed" / "runs"
-    words = [*TRAIN, "--config", str(ROOT / "configs" / "smoke.toml"), "--run", "run", "--steps", "6"]
+    words = [*TRAIN, "--config", str(ROOT / "configs" / "smoke.toml"), "--run", "run", "--steps", str(STEPS)]
     for setting in (f"output_dir={output_dir}", *SETTINGS):
         words += ["--set", setting]
-    return kill_trainer(lab, lab.start(*words, output_dir=output_dir), (1, 2, 3), 1.0)
+    return kill_trainer(lab, lab.start(*words, output_dir=output_dir), (1, 4, 7), 0.5)
 
 
 def test_it_ends_well_with_each_step_once(small_run_killed):
     *_, last = small_run_killed
     assert last.code == 0, last.report()
-    assert last.steps == [1, 2, 3, 4, 5, 6]
+    assert last.steps == list(range(1, STEPS + 1))
     assert [step["version"] for step in last.metrics] == last.steps
     assert {step["staleness"] for step in last.metrics} == {0}
     assert last.summary["restarts"] == 0

@@ -19,6 +19,10 @@ from bridge.errors import BridgeError, ConfigError, PeerDied, Refused
 from bridge.process import family_of, wait_until_gone
 from served import FAKE, ROOT, generate, tiny_model
 from trainer_env import serving as module
+from trainer_env.config import load
+from trainer_env.devices import Devices
+from trainer_env.placement import plan
+from trainer_env.session import Session
 from trainer_to_kill import serving
 
 PROMPT = [5, 6, 7, 8]
@@ -224,6 +228,25 @@ def test_a_server_that_dies_while_it_is_taken_over_is_replaced(lab, monkeypatch)
     assert it.client.ask(generate(PROMPT)).completions
 
 
+def test_a_session_ends_its_server_unless_it_is_told_to_keep_it(lab):
+    def session():
+        config = load(lab.job(), ['tracking.display="none"'])
+        return Session(config, plan(config.placement, Devices(cores=2)))
+
+    with session() as first:
+        first.start()
+        first._serving.connect()
+        lab.note()
+        pid = lab.pid
+        first.close(keep_server=True)
+    assert guard.living(pid)
+    with session() as second:
+        second.start()
+        assert lab.pid == pid
+        assert second._serving.client.ask(p.Status()).restarts == 0
+    assert lab.left() == []
+
+
 def test_without_time_to_wait_a_server_is_not_kept(lab):
     it = lab.start(keep=0.0)
     with pytest.raises(ConfigError, match="keep_server_s is 0"):
@@ -313,6 +336,7 @@ def test_a_server_that_says_why_it_ended_is_not_started_again(lab):
 @pytest.mark.parametrize("now", [False, True])
 def test_a_run_that_ends_while_a_server_is_started_again_leaves_nobody(lab, monkeypatch, now):
     it = lab.start()
+    address = read_connection(lab.run_dir / "connection.json").data
     monkeypatch.setenv("TANDEM_FAKE_FAULT", "slow-start:600,has-child")
     lab.kill_server()
     answer = it.client.submit(generate(PROMPT))
@@ -321,6 +345,7 @@ def test_a_run_that_ends_while_a_server_is_started_again_leaves_nobody(lab, monk
     began = time.monotonic()
     it.close(now=now)
     assert time.monotonic() - began < 20
+    assert not Path(address.removeprefix("ipc://")).parent.exists()
     with pytest.raises(PeerDied):
         answer.result(0)
     assert lab.left() == []

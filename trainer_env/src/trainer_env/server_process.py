@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,7 @@ class ServerProcess:
         """Why the server that was left could not be taken over: settings, by their dotted keys."""
         self._child: subprocess.Popen[bytes] | Adopted | None = None
         self._family: dict[int, int] = {}
+        self._scratch: Path | None = None
         self._stopping = threading.Lock()
 
     def versions(self) -> str:
@@ -199,7 +201,10 @@ class ServerProcess:
                 )
             time.sleep(POLL_S)
         self.note_family()
-        return read_connection(self._connection_path)
+        connection = read_connection(self._connection_path)
+        if connection.data.startswith("ipc://"):
+            self._scratch = Path(connection.data.removeprefix("ipc://")).parent
+        return connection
 
     def note_family(self) -> None:
         """Remember who belongs to it now: once it is dead, nobody can tell any more."""
@@ -241,7 +246,8 @@ class ServerProcess:
 
     def keep(self) -> None:
         """Let go of it: it runs on, for whoever takes it over."""
-        child, self._child, self._family = self._child, None, {}
+        child, self._child = self._child, None
+        self._family, self._scratch = {}, None
         if isinstance(child, Adopted):
             child.close()
         elif child:
@@ -273,6 +279,8 @@ class ServerProcess:
             )
         for path in (self._connection_path, self.run_dir / left_server.RECORD):
             path.unlink(missing_ok=True)
+        if self._scratch:  # A server that was killed has not removed it.
+            shutil.rmtree(self._scratch, ignore_errors=True)
         return rung
 
     def _engine_family(self) -> list[int]:

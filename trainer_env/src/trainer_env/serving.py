@@ -137,10 +137,12 @@ class Serving:
                 if not now:
                     self._ask_to_end(self._client)
         finally:
-            self._process.stop(now=now)  # Before the client: it may be waiting for a server that starts.
-            client, self._client = self._client, None
-            if client:
-                client.close()
+            try:
+                self._process.stop(now=now)  # Before the client: it may be waiting for a server that starts.
+            finally:
+                client, self._client = self._client, None
+                if client:
+                    client.close()
 
     def _ask_to_end(self, client: LastingClient) -> None:
         try:
@@ -152,7 +154,6 @@ class Serving:
     def _attach(self) -> BlockingClient:
         """A client that holds the lease, once the server is ready."""
         connection = self._process.wait_ready(READY_TIMEOUT_S)
-        self._engine_restarts = 0
         return BlockingClient.connect(
             connection, run_id=self._config.run, alone=True, timeout_s=CONNECT_TIMEOUT_S, on_event=self._on_event
         )
@@ -168,12 +169,11 @@ class Serving:
         except Refused:  # It is somebody else's, and not ours to end.
             self._process.keep()
             raise
-        except BridgeError:
-            if not self._process.wait_ended(LAST_BREATH_S):
-                raise
+        except BridgeError as error:
+            log.warning("the server that was left does not answer: %s", error)
         else:
             if not (self._anew and client.welcome.version):
-                self._past_restarts = -before  # Those of the last trainer's time.
+                self._engine_restarts, self._past_restarts = before, -before  # Those are of the last trainer's time.
                 return client
             client.close()
         self._say("the server that was left will not do: another one is started")
@@ -199,6 +199,7 @@ class Serving:
                 raise failure
             self._in_a_row += 1
             self._past_restarts += 1 + self._engine_restarts
+            self._engine_restarts = 0
             log.warning("tandem-server is gone, and another one is started: %s", died)
             self._say("tandem-server is gone: another one is started, and what is open is asked again")
             self._process.stop(now=True)
