@@ -141,6 +141,7 @@ class ServerProcess:
         self._child = Adopted.find(left.pid, left.started) if left else None
         if self._child:
             self.stop()
+            self.let_go()
         deadline = time.monotonic() + LAST_ONE_TIMEOUT_S
         while self.left_behind:  # Started by hand, or by a trainer that was killed in the very act.
             with (
@@ -244,8 +245,8 @@ class ServerProcess:
             return False
         return True
 
-    def keep(self) -> None:
-        """Let go of it: it runs on, for whoever takes it over."""
+    def let_go(self) -> None:
+        """Not ours any more: if it lives it runs on, for whoever takes it over."""
         child, self._child = self._child, None
         self._family, self._scratch = {}, None
         if isinstance(child, Adopted):

@@ -120,7 +120,7 @@ class Serving:
         client = self.client
         client.give_up()
         client.last_words(p.Lease(ends=True, deadline_s=5))
-        self._process.keep()
+        self._process.let_go()
         self._client = None
         client.close()
 
@@ -167,7 +167,7 @@ class Serving:
             client = self._attach()
             before = client.ask(p.Status()).restarts
         except Refused:  # It is somebody else's, and not ours to end.
-            self._process.keep()
+            self._process.let_go()
             raise
         except BridgeError as error:
             log.warning("the server that was left does not answer: %s", error)
