@@ -24,7 +24,7 @@ def _mentioned(item):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))  # The first test waits for runs that began with the session.
 
 

@@ -4,11 +4,41 @@ import math
 import os
 import signal
 import socket
+import time
 
 import pytest
 
 from bridge.endpoint import read_connection
 from runs import scenario
+
+CLOSES = """
+from pathlib import Path
+
+calls = 0
+
+def reward(completions, **columns):
+    global calls
+    calls += 1
+    if calls == 1:
+        Path({go!r}).unlink()
+    return [float("7" in completion) for completion in completions]
+"""
+"""The first reward lets the engine wait with the next rollout."""
+
+KILLS = """
+import os, signal
+from pathlib import Path
+
+calls = 0
+
+def reward(completions, **columns):
+    global calls
+    calls += 1
+    if calls == {at} and not Path({killed!r}).exists():
+        Path({killed!r}).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float("7" in completion) for completion in completions]
+"""
 
 
 @scenario
@@ -24,10 +54,36 @@ def engine_killed(lab):
 
 @scenario
 def server_killed(lab):
-    run = lab.fake(fault="hangs,ignores-sigterm,has-child")
-    run.journals("asked")
-    os.kill(read_connection(run.run_dir / "connection.json").pid, signal.SIGKILL)
+    """In the middle of the second rollout."""
+    go = lab.folder / "server-killed-go"
+    go.touch()
+    run = lab.fake("evaluation.after=true", reward=CLOSES.format(go=str(go)), fault=f"holds:{go}")
+    run.journals("asked", 3)
+    os.kill(server_pid(run), signal.SIGKILL)
+    go.touch()
     return run.finish()
+
+
+@scenario
+def servers_killed(lab):
+    """Whenever one is asked, until none is started again."""
+    run = lab.fake(fault="hangs,ignores-sigterm,has-child")
+    for times in range(1, 5):
+        run.until(lambda times=times: lives_asked(run) == times, f"engine {times} is asked")
+        os.kill(server_pid(run), signal.SIGKILL)
+    run.killed_at = time.monotonic()
+    run.finish()
+    run.took_s = time.monotonic() - run.killed_at
+    return run
+
+
+def server_pid(run):
+    return read_connection(run.run_dir / "connection.json").pid
+
+
+def lives_asked(run):
+    """Engines that were asked for completions."""
+    return len({entry["pid"] for entry in run.journal("asked")})
 
 
 @scenario
@@ -63,9 +119,37 @@ def trainer_killed(lab):
     second.expected_to_live = True
     kill_after_the_first_step(second, go)
     second.finish()
+    second.server = server_pid(second)
+    go.touch()
     third = lab.resume(second).finish()
     second.gone().expected_to_live = False
     return first, second, third
+
+
+@scenario
+def trainer_killed_and_changed(lab):
+    """Gone on with under another seed, which the server that was left does not have."""
+    go = lab.folder / "trainer-killed-and-changed-go"
+    first = lab.fake("grpo.save_steps=1", "server.lease_s=600", fault=f"holds:{go}")
+    first.expected_to_live = True
+    kill_after_the_first_step(first, go)
+    first.finish()
+    second = lab.resume(first, "server.seed=5").finish()
+    first.gone().expected_to_live = False
+    return first, second
+
+
+@scenario
+def trainer_killed_behind(lab):
+    """Killed in its fourth reward: the server has version 3, and the last checkpoint is that of step 2."""
+    killed = lab.folder / "trainer-killed-behind"
+    reward = KILLS.format(at=4, killed=str(killed))
+    first = lab.fake("grpo.max_steps=5", "grpo.save_steps=2", "server.lease_s=600", reward=reward)
+    first.expected_to_live = True
+    first.finish()
+    second = lab.resume(first).finish()
+    first.gone().expected_to_live = False
+    return first, second
 
 
 def kill_after_the_first_step(run, go):
@@ -99,13 +183,33 @@ def test_an_engine_that_shifts_its_logprobs_shows_in_the_first_ratio(engine_kill
     assert "importance ratio is 0.90" in (engine_killed.run_dir / "trainer.log").read_text()
 
 
-def test_a_killed_server_ends_the_run_with_its_log(server_killed):
-    assert server_killed.code == 1, server_killed.report()
-    assert "tandem-server was killed by SIGKILL" in server_killed.stderr
-    log = server_killed.output_dir / "run" / "server.log"
-    assert f"log: {log}" in server_killed.stderr
-    assert log.read_text().splitlines()[-1] in server_killed.stderr
-    assert "Traceback" not in server_killed.stderr
+def test_a_killed_server_costs_nothing_but_time(server_killed):
+    assert server_killed.code == 0, server_killed.report()
+    assert server_killed.steps == [1, 2, 3]
+    assert [step["version"] for step in server_killed.metrics] == [1, 2, 3]
+    assert [step["staleness"] for step in server_killed.metrics] == [0, 0, 0]
+    assert server_killed.summary["restarts"] == 1
+    assert "tandem-server is gone: another one is started" in server_killed.stdout
+
+
+def test_the_next_server_gets_the_last_adapter_and_the_open_questions_once(server_killed):
+    engines = [entry["pid"] for entry in server_killed.journal("start")]
+    assert len(engines) == 2
+    loads = [entry["name"] for entry in server_killed.journal("load") if entry["pid"] == engines[1]]
+    assert loads[:2] == ["policy-v000001", "policy-v000002"]
+    groups = [entry for entry in server_killed.journal("generated") if entry["pid"] == engines[1] and entry["n"] == 2]
+    assert [entry["model"] for entry in groups] == ["policy-v000001"] * 2 + ["policy-v000002"] * 2
+
+
+def test_servers_that_are_killed_again_and_again_end_the_run_with_their_log(servers_killed):
+    assert servers_killed.code == 1, servers_killed.report()
+    assert "tandem-server was killed by SIGKILL" in servers_killed.stderr
+    assert "started again 3 times without a step" in servers_killed.stderr
+    log = servers_killed.output_dir / "run" / "server.log"
+    assert f"log: {log}" in servers_killed.stderr
+    assert log.read_text().splitlines()[-1] in servers_killed.stderr
+    assert "Traceback" not in servers_killed.stderr
+    assert servers_killed.took_s < 30
 
 
 def test_an_engine_that_cannot_start_ends_the_run_with_its_own_words(engine_dies_at_start):
@@ -131,7 +235,9 @@ def test_a_port_in_use_is_named(port_in_use):
 
 
 @pytest.mark.parametrize(
-    "run", ["engine_killed", "server_killed", "engine_dies_at_start", "load_refused", "port_in_use"], indirect=True
+    "run",
+    ["engine_killed", "server_killed", "servers_killed", "engine_dies_at_start", "load_refused", "port_in_use"],
+    indirect=True,
 )
 def test_nobody_lives_when_the_command_has_ended(run):
     assert run.left == {}
@@ -152,8 +258,33 @@ def test_a_run_whose_trainer_was_killed_goes_on_from_its_checkpoint(trainer_kill
     assert [step["version"] for step in third.metrics] == [1, 2, 3, 4]
 
 
-def test_a_resumed_run_ends_the_server_that_still_waits_for_its_killed_trainer(trainer_killed):
+def test_a_resumed_run_goes_on_with_the_server_that_still_waits_for_its_killed_trainer(trainer_killed):
     _, second, third = trainer_killed
-    assert second.left
-    assert "ending the server that the last trainer of this run has left" in third.stdout
+    assert second.server in second.left
+    assert "going on with the server that the last trainer of this run has left" in third.stdout
+    assert len(second.journal("start")) == 1
+    assert third.journal("start") == []
     assert third.left == {}
+
+
+def test_a_resumed_run_ends_a_server_that_has_other_settings(trainer_killed_and_changed):
+    _, second = trainer_killed_and_changed
+    assert second.code == 0, second.report()
+    assert "ending the server that the last trainer of this run has left: other settings (server.seed)" in second.stdout
+    assert len(second.journal("start")) == 1
+    assert second.steps == [1, 2, 3]
+    assert second.left == {}
+
+
+def test_a_server_that_is_ahead_of_the_last_checkpoint_goes_back_to_it(trainer_killed_behind):
+    first, second = trainer_killed_behind
+    assert first.code == -signal.SIGKILL
+    assert first.steps == [1, 2, 3]
+    assert second.code == 0, second.report()
+    assert second.steps == [1, 2, 3, 4, 5]
+    assert second.journal("start") == []
+    loads = [entry["name"] for entry in first.journal("load")]
+    assert loads == [
+        *("policy-v000001", "policy-v000002", "policy-v000003"),
+        *("policy-v000002-2", "policy-v000003-2", "policy-v000004", "policy-v000005"),
+    ]

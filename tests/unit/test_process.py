@@ -15,7 +15,7 @@ import pytest
 from bridge import guard
 from bridge import process as process_module
 from bridge.errors import EngineFailed
-from bridge.process import GuardedProcess, end_group, log_tail, stop_child, wait_until_gone
+from bridge.process import GuardedProcess, end_group, family_of, log_tail, stop_child, wait_until_gone
 
 FAMILY = """
 import os, signal, sys
@@ -453,10 +453,15 @@ def test_stop_child_of_a_collected_child_signals_nobody(monkeypatch):
 
 
 def test_wait_until_gone_names_who_still_lives():
-    with spawned("/bin/sleep", "60") as alive, spawned("/bin/true") as dead:
-        assert wait_until_gone([alive.pid, dead.pid], 0.3) == [alive.pid]
+    with spawned("/bin/sleep", "60") as alive, spawned("/bin/sleep", "60") as dead:
+        family = family_of(os.getpid())
+        assert family.keys() >= {alive.pid, dead.pid}
+        family = {pid: family[pid] for pid in (alive.pid, dead.pid)}
+        dead.kill()
+        assert wait_until_gone({dead.pid: family[dead.pid]}, 10) == []  # A zombie is gone.
+        assert wait_until_gone(family, 0.3) == [alive.pid]
+        assert wait_until_gone({alive.pid: family[alive.pid] - 1}, 0.3) == []  # Its pid was somebody else's then.
         alive.kill()
-        assert wait_until_gone([alive.pid], 10) == []  # A zombie is gone.
 
 
 def test_the_log_tail_is_the_last_lines(tmp_path):

@@ -69,6 +69,34 @@ def test_a_run_that_was_killed_on_this_host_is_taken_over_at_once(book):
     assert book.epoch == 2
 
 
+def test_a_trainer_that_nobody_has_collected_is_dead_all_the_same(book):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    book.attach("run", f"{os.uname().nodename}:{child.pid}")
+    assert book.attach("run", HERE, alone=True)
+    child.wait()
+
+
+def test_who_wants_it_alone_does_not_share_it_with_a_trainer_that_lives(book, clock):
+    book.attach("run", "elsewhere:1", alone=True)
+    with pytest.raises(Refused, match="holds this server"):
+        book.attach("run", "elsewhere:2", alone=True)
+    clock.now += 16
+    assert book.attach("run", "elsewhere:2", alone=True)
+    assert book.epoch == 2
+
+
+def test_a_trainer_that_goes_leaves_the_server_to_the_next_at_once_and_its_heartbeats_are_late(book, clock):
+    book.attach("run", HERE, alone=True)
+    book.end()
+    assert not book.alive
+    assert book.silent_s == pytest.approx(book.lease_s)  # What is kept is kept from now on.
+    with pytest.raises(Refused):
+        book.beat(1)
+    assert book.attach("run", HERE, alone=True)
+    book.beat(book.epoch)
+
+
 def test_a_silent_trainer_that_comes_back_before_anybody_else_goes_on(book, clock):
     book.attach("run", "elsewhere:1")
     clock.now += 60

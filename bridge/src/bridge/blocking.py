@@ -38,15 +38,17 @@ class BlockingClient:
         connection: Connection,
         *,
         run_id: str = "",
+        alone: bool = False,
         timeout_s: float = 30.0,
         on_event: OnEvent | None = None,
     ) -> Self:
         """As `BridgeClient.connect`; on_event is called on the client's thread, where it must not wait for replies."""
         self = cls()
         try:
-            self._client = _result(
-                self._submit(BridgeClient.connect(connection, run_id=run_id, timeout_s=timeout_s, on_event=on_event))
+            connecting = BridgeClient.connect(
+                connection, run_id=run_id, alone=alone, timeout_s=timeout_s, on_event=on_event
             )
+            self._client = _result(self._submit(connecting))
         except BaseException:
             self.close()
             raise

@@ -65,17 +65,21 @@ class BridgeClient:
         connection: Connection,
         *,
         run_id: str = "",
+        alone: bool = False,
         timeout_s: float = 30.0,
         on_event: OnEvent | None = None,
     ) -> Self:
         """Say hello; with a run_id, hold that run's lease until close. on_event gets what the server pushes.
+
+        alone: not together with another process of the run that holds it.
 
         Raises Timeout, PeerDied, Refused (another trainer holds the server, wrong key) and ProtocolMismatch.
         """
         self = cls(connection, on_event)
         self._spawn(self._watch_peer())
         try:
-            hello = p.Hello(client=f"{os.uname().nodename}:{os.getpid()}", run_id=run_id, deadline_s=timeout_s)
+            me = f"{os.uname().nodename}:{os.getpid()}"
+            hello = p.Hello(client=me, run_id=run_id, alone=alone, deadline_s=timeout_s)
             welcome = await self.ask(hello)
             if not isinstance(welcome, p.Welcome) or welcome.protocol != p.PROTOCOL_VERSION:
                 raise ProtocolMismatch(

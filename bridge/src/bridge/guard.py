@@ -32,10 +32,11 @@ EXIT_NOT_STARTED = 127
 
 
 class Process(NamedTuple):
-    """What the kernel says of a living process."""
+    """What the kernel says of a living process. started: in its clock; with the pid, this names a process for good."""
 
     parent: int
     group: int
+    started: int
 
 
 class Grace(NamedTuple):
@@ -60,9 +61,9 @@ def living(pid: int) -> Process | None:
         state, parent, group, *others = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (OSError, ValueError):
         return None
-    threads = int(others[14])
+    threads, started = int(others[14]), int(others[16])
     gone = state == b"X" or (state == b"Z" and threads < 2)
-    return None if gone else Process(int(parent), int(group))
+    return None if gone else Process(int(parent), int(group), started)
 
 
 def processes() -> dict[int, Process]:

@@ -202,12 +202,26 @@ def _ended(child: "subprocess.Popen[bytes]", seconds: float) -> bool:
     return True
 
 
-def wait_until_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
-    """Wait until none of the pids lives; those that still do at the deadline. Zombies count as gone."""
+def family_of(root: int) -> dict[int, int]:
+    """Who lives below root, by pid, and when each began: what `wait_until_gone` takes."""
+    living = guard.processes()
+    return {pid: living[pid].started for pid in guard.descendants(root) if pid in living}
+
+
+def wait_until_gone(family: Mapping[int, int], timeout_s: float) -> list[int]:
+    """Wait until none of a family lives; the pids of those that still do at the deadline. Zombies count as gone, and so
+    does a pid that has come to mean somebody else.
+    """
     deadline = time.monotonic() + timeout_s
-    while (alive := [pid for pid in pids if guard.living(pid)]) and time.monotonic() < deadline:
+    while (alive := living_of(family)) and time.monotonic() < deadline:
         time.sleep(guard.POLL_S)
     return alive
+
+
+def living_of(family: Mapping[int, int]) -> list[int]:
+    """Those of a family that live, by pid."""
+    found = ((pid, started, guard.living(pid)) for pid, started in family.items())
+    return [pid for pid, started, process in found if process and process.started == started]
 
 
 def log_tail(path: Path, lines: int = 20) -> str:

@@ -52,6 +52,8 @@ class Hello(Request, frozen=True, kw_only=True):
     protocol: int = PROTOCOL_VERSION
     client: str = ""
     run_id: str = ""
+    alone: bool = False
+    """The lease is asked for under an epoch of its own: not while another process of the run holds it."""
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -87,6 +89,9 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 class Lease(Request, frozen=True, kw_only=True):
     """Heartbeat of the run that holds the server. Reply: `Pulse`."""
+
+    ends: bool = False
+    """The last one: the trainer goes and leaves the server to whoever comes next."""
 
 
 class Ping(Request, frozen=True, kw_only=True):

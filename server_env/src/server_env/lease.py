@@ -4,8 +4,8 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from bridge import guard
 from bridge.errors import Refused
 
 Clock = Callable[[], float]
@@ -33,23 +33,24 @@ class LeaseBook:
         """Seconds since the last heartbeat; infinite before the first."""
         return self.clock() - self._seen
 
-    def attach(self, run_id: str, client: str) -> bool:
+    def attach(self, run_id: str, client: str, *, alone: bool = False) -> bool:
         """Give run_id the lease; whether that began a new epoch. client: `host:pid`, for the error and for restarts.
 
-        Processes of one run share its lease. Raises Refused while another run holds it.
+        Processes of one run share its lease, unless one asks to have it alone. Raises Refused while another run holds
+        it, or another process that is not to be shared with.
         """
         if self.only_run and run_id != self.only_run:
             raise Refused(
                 f"This server belongs to run {self.only_run!r}, not {run_id!r}.",
                 remedy="Start a server of your own, or use that run's name.",
             )
-        if self.alive and run_id != self.run_id:
+        fresh = not self.alive or _died_here(self._client)
+        if self.alive and (run_id != self.run_id or (alone and not fresh)):
             raise Refused(
                 f"Run {self.run_id!r} ({self._client}) holds this server.",
                 why=f"It was heard from {self.silent_s:.1f} s ago; its lease ends after {self.lease_s:g} s of silence.",
                 remedy="Wait until it has ended, or start a server of your own.",
             )
-        fresh = not self.alive or _died_here(self._client)
         if fresh:
             self.epoch += 1
             self._client = client
@@ -74,11 +75,12 @@ class LeaseBook:
             )
 
     def end(self) -> None:
-        """The holder is known to be gone."""
-        self._seen = float("-inf")
+        """The holder goes: a heartbeat of its that is still under way is one of an older epoch."""
+        self._seen = min(self._seen, self.clock() - self.lease_s)
+        self.epoch += 1
 
 
 def _died_here(client: str) -> bool:
-    """Whether `host:pid` was a process of this host that is gone."""
+    """Whether `host:pid` was a process of this host that is gone, or that only waits for its parent to notice."""
     host, _, pid = client.rpartition(":")
-    return host == os.uname().nodename and pid.isdecimal() and not Path(f"/proc/{pid}").exists()
+    return host == os.uname().nodename and pid.isdecimal() and guard.living(int(pid)) is None

@@ -166,6 +166,9 @@ class Service:
                 return await self._hello(request)
             case p.Lease():
                 self.book.beat(request.epoch)
+                if request.ends:
+                    self.book.end()
+                    return self.pulse()
                 await self._stop_dozing()
                 return self.pulse()
             case p.Ping():
@@ -184,7 +187,7 @@ class Service:
             )
         if hello.run_id:
             same_run = hello.run_id == self.book.run_id
-            if self.book.attach(hello.run_id, hello.client):
+            if self.book.attach(hello.run_id, hello.client, alone=hello.alone):
                 self.adapters.new_epoch(same_run=same_run)
                 log.info("run %r (%s) holds the lease, epoch %d", hello.run_id, hello.client, self.book.epoch)
             await self._stop_dozing()

@@ -16,8 +16,9 @@ from trainer_env.config import TrainConfig
 Prompt = str | list[dict[str, Any]]
 """Text, or a conversation for the chat template."""
 
-GRACE_S = 15.0
-"""How much longer than a request's own deadline to wait for the client to report it."""
+GRACE_S = 1500.0
+"""How much longer than a request's own deadline to wait for the client to report it. In that time a server that died is
+started again, and asked anew."""
 
 
 class Server(Protocol):

@@ -2,8 +2,13 @@
 
 from typing import Any
 
+import msgspec
+
 from trainer_env.config import TrainConfig
 from trainer_env.placement import Placement
+
+_OVER = {"startup_timeout_s", "attach_within_s"}
+"""Settings of `[server]` that mean nothing to a server which a trainer has reached."""
 
 
 def server_settings(config: TrainConfig, model: str, placement: Placement) -> dict[str, Any]:
@@ -29,3 +34,11 @@ def server_settings(config: TrainConfig, model: str, placement: Placement) -> di
         "vllm": config.vllm,
         "sglang": config.sglang,
     }
+
+
+def what_matters(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """The part of server.toml that a running server must have been started with to be gone on with, as plain JSON."""
+    server = {key: value for key, value in settings["server"].items() if key not in _OVER}
+    if "memory_share" not in config.server:
+        server.pop("memory_share", None)  # Planned from the memory that is free, and the server itself holds some.
+    return msgspec.json.decode(msgspec.json.encode({"server": server, config.backend: settings[config.backend]}))

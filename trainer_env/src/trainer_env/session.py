@@ -1,19 +1,15 @@
 """A run from start to end: the server it samples from, the policy it trains, and the order in which things happen."""
 
-import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from threading import Event
 from typing import Any, Self
 
 from bridge import protocol as p
-from bridge.blocking import BlockingClient
 from bridge.endpoint import how_to_read
-from bridge.errors import BridgeError, ConfigError, PeerDied
+from bridge.errors import PeerDied
 from trainer_env import data, models, rewards
 from trainer_env.config import TrainConfig, to_toml
 from trainer_env.evaluation import evaluate
@@ -23,22 +19,16 @@ from trainer_env.quiet import prints_to
 from trainer_env.records import Phase, Summary
 from trainer_env.rollouts import Rollouts
 from trainer_env.run_folder import RunLock, needing_room, step_to_resume
-from trainer_env.server_process import ServerProcess, versions
-from trainer_env.server_settings import server_settings
-from trainer_env.toml_writer import write_toml
+from trainer_env.server_process import versions
+from trainer_env.serving import Serving
 from trainer_env.tracking import Tracker
-
-log = logging.getLogger(__name__)
-
-CONNECT_TIMEOUT_S = 30.0
-READY_TIMEOUT_S = 1200.0
-"""Above the server's own start-up limit, so that its error, which knows more, comes first."""
 
 
 class Session:
     """One run: `with Session(config, placement) as session: session.start(); session.run()`.
 
     Data and rewards are read here, so that what is wrong with them is said before anything starts. Raises ConfigError.
+    A server that the run's last trainer or kernel has left is gone on with when its settings are the same.
     source: what errors call the config. resume: go on from the run's last checkpoint.
     """
 
@@ -54,8 +44,7 @@ class Session:
         self._rewards = rewards.load(config.rewards)
         self._data = data.load(config.data, config.seed)
         self._model = ""
-        self._server = ServerProcess(config.backend, config.run_dir, placement.server_environment())
-        self._client: BlockingClient | None = None
+        self._serving = Serving(config, placement, say=self._say)
         self._policy: Any = None
         self._rollouts: Rollouts | None = None
         self._tracker: Tracker | None = None
@@ -74,24 +63,16 @@ class Session:
             f"model      {self.config.model.name}, {self.config.model.dtype}, LoRA rank {self.config.lora.r}",
             f"data       {self.config.data.source}: {len(self._data.train)} to train on, {held_out} held out",
             f"steps      {grpo.max_steps} of {groups} prompts x {grpo.num_generations} completions",
-            f"server     {self._server.versions()}",
+            f"server     {self._serving.versions()}",
             f"trainer    {versions('unsloth', 'trl', 'peft', 'transformers', 'torch')}",
         ]
 
     def check(self) -> str:
         """Have the server half check its part; the engine's command line. Starts nothing. Raises ConfigError."""
-        with tempfile.TemporaryDirectory() as folder:
-            server = ServerProcess(self.config.backend, Path(folder), self.placement.server_environment())
-            path = self._write_server_settings(Path(folder), self.config.model.name)
-            try:
-                return server.check()
-            except ConfigError as error:
-                what = error.what.replace(f"{path}: ", "")
-                error.what = f"{self._source}: {what}"  # The file that the reader knows.
-                raise
+        return self._serving.check(self._source)
 
     def start(self) -> None:
-        """Check what can be checked, then start the server: its engine loads while the trainer does.
+        """Check what can be checked, then start the server, or take it over: its engine loads while the trainer does.
 
         Raises ConfigError, and leaves everything as it was, when the server half refuses its settings, there is no such
         model, a run is here already, or there is none to resume.
@@ -102,14 +83,9 @@ class Session:
         self._model = models.resolve(self.config.model.name)
         with needing_room(self.config):
             self._lock = RunLock(self.config)
-            if self._server.left_behind:
-                self.tracker.status("ending the server that the last trainer of this run has left")
-                self._server.end_last(self.config.run)
-            self._write_server_settings(run_dir, self._model)
-            _write(run_dir / "config.toml", to_toml(self.config))
+            write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
             write_atomically(run_dir / "placement.json", self.placement.to_json())
-        self.tracker.status(f"starting the {self.config.backend} server; log: {run_dir / 'server.log'}")
-        self._server.start()
+            self._serving.start(self._model, anew=not self._resume)
 
     def run(self) -> Summary:
         """The whole story: load, connect, evaluate, train, evaluate, sum up."""
@@ -120,7 +96,8 @@ class Session:
         outcome = self.train()
         if self.config.evaluation.after and outcome.finished:
             self.evaluate("eval_after", step=outcome.step)
-        restarts = self.status().restarts
+        with self._phase():
+            restarts = self._serving.restarts()
         with needing_room(self.config):
             return self.tracker.finish(
                 backend=self.config.backend,
@@ -166,16 +143,14 @@ class Session:
     def connect(self) -> None:
         """Wait until the engine has answered, take the server's lease, see that every prompt fits."""
         with self._phase(), self._timed("the server answers"):
-            connection = self._server.wait_ready(READY_TIMEOUT_S)
-            self._client = BlockingClient.connect(
-                connection, run_id=self.config.run, timeout_s=CONNECT_TIMEOUT_S, on_event=self._on_event
-            )
-        if connection.http_url:
-            self.tracker.note(f"OpenAI API: {connection.http_url}/v1")
-        if connection.metrics_url:
-            self.tracker.note(f"metrics: {how_to_read(connection.metrics_url)}")
+            client = self._serving.connect()
+        welcome = client.welcome
+        if welcome.http_url:
+            self.tracker.note(f"OpenAI API: {welcome.http_url}/v1")
+        if welcome.metrics_url:
+            self.tracker.note(f"metrics: {how_to_read(welcome.metrics_url)}")
         self._rollouts = Rollouts(
-            self._client,
+            client,
             self._policy.tokenizer,
             self.config,
             max_staleness=self.config.max_staleness(self.placement.mode),
@@ -203,10 +178,9 @@ class Session:
         from trainer_env import grpo
         from trainer_env.publisher import Publisher
 
-        assert self._client, "connect first"
-        assert self._rollouts
+        assert self._rollouts, "connect first"
         rollout = self.config.rollout
-        publisher = Publisher(self._client, timeout_s=rollout.publish_timeout_s, dtype=rollout.publish_dtype)
+        publisher = Publisher(self._serving.client, timeout_s=rollout.publish_timeout_s, dtype=rollout.publish_dtype)
         with self._phase(), needing_room(self.config), self._quietly(), self._stoppable():
             return grpo.run(
                 self._policy,
@@ -223,24 +197,21 @@ class Session:
 
     def status(self) -> p.ServerStatus:
         """What the server says of itself."""
-        assert self._client, "connect first"
         with self._phase():
-            return self._client.ask(p.Status())
+            return self._serving.client.ask(p.Status())
 
-    def close(self, *, now: bool = False) -> None:
+    def close(self, *, now: bool = False, keep_server: bool = False) -> None:
         """End the server and its engine, whatever state they are in. now: kill rather than ask.
 
-        Interrupted, it may be called again.
+        keep_server: leave them running instead, for server.keep_server_s; the next session of this run goes on with
+        them. Raises ConfigError, and closes nothing, when that is 0. Interrupted, it may be called again.
         """
         self._killing = now
+        if keep_server:
+            self._serving.keep()
         try:
-            if self._client and not now:
-                self._ask_to_end(self._client)
+            self._serving.close(now=now)
         finally:
-            client, self._client = self._client, None
-            if client:
-                client.close()
-            self._server.stop(now=now)
             tracker, self._tracker = self._tracker, None
             if tracker:
                 tracker.close()
@@ -258,32 +229,10 @@ class Session:
             self.close(now=True)
             raise
 
-    def _ask_to_end(self, client: BlockingClient) -> None:
-        try:
-            client.ask(p.Shutdown(reason="the run has ended", deadline_s=5))
-        except BridgeError:
-            return  # It may be gone, or hang: the ladder that follows does not need its answer.
-        self._server.wait_ended(30)
-
-    def _on_event(self, event: p.Event) -> None:
-        """Called on the client's thread."""
-        self._server.note_family()
-        match event:
-            case p.EngineDied():
-                then = "has left for good" if event.for_good else "died, and is started again"
-                log.warning("an engine %s: %s\n%s", then, event.why, event.log_tail)
-            case p.EngineRestarted():
-                log.warning("an engine is back after %.0f s, with version %d", event.seconds, event.version)
-
     def _after_step(self, step: int) -> None:
         every = self.config.evaluation.every
         if every and step % every == 0 and step < self.config.grpo.max_steps:
             self.evaluate("eval", step)
-
-    def _write_server_settings(self, folder: Path, model: str) -> Path:
-        path = folder / "server.toml"
-        _write(path, write_toml(server_settings(self.config, model, self.placement)))
-        return path
 
     @contextmanager
     def _phase(self) -> Iterator[None]:
@@ -296,8 +245,8 @@ class Session:
         except Exception as error:
             if self._ending:
                 raise KeyboardInterrupt from error
-            if isinstance(error, PeerDied) and not self._server.alive:
-                raise self._server.died() from None
+            if isinstance(error, PeerDied) and (died := self._serving.died()):
+                raise died from None
             raise
         if self._ending:
             raise KeyboardInterrupt
@@ -311,6 +260,9 @@ class Session:
         finally:
             self._training = False
 
+    def _say(self, text: str) -> None:
+        self.tracker.status(text)
+
     def _quietly(self) -> AbstractContextManager[None]:
         """What libraries print goes to trainer.log; the display keeps the terminal."""
         return prints_to(self.config.run_dir / "trainer.log")
@@ -320,7 +272,3 @@ class Session:
         started = time.monotonic()
         yield
         self.tracker.status(f"{what} ({time.monotonic() - started:.0f} s)")
-
-
-def _write(path: Path, text: str) -> None:
-    write_atomically(path, text.encode())

@@ -1,0 +1,385 @@
+"""A run's server outlives its trainer, and a run outlives its server: taken over, left alone, replaced, ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import lora_files
+from bridge import guard
+from bridge import protocol as p
+from bridge.endpoint import read_connection
+from bridge.errors import BridgeError, ConfigError, PeerDied, Refused
+from bridge.process import family_of, wait_until_gone
+from served import FAKE, ROOT, generate, tiny_model
+from trainer_env import serving as module
+from trainer_env.config import load
+from trainer_env.devices import Devices
+from trainer_env.placement import plan
+from trainer_env.session import Session
+from trainer_to_kill import serving
+
+PROMPT = [5, 6, 7, 8]
+JOB = """
+output_dir = "{output_dir}"
+run = "run"
+model.name = "{model}"
+placement.mode = "cpu"
+rewards = [{{ function = "length" }}]
+server = {{ engine_command = {engine}, context_length = 512, keep_server_s = {keep}, seed = {seed}, lease_s = {lease} }}
+"""
+
+
+def until(condition, what, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+class Lab:
+    """Sessions of one run, each as far as its server goes, and trainers that are killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "runs" / "run"
+        self.model = tiny_model(folder / "model")
+        self.said: list[str] = []
+        self.known: dict[int, int] = {}
+        self._serving = []
+        self._trainers = []
+
+    def job(self, *, keep=60.0, seed=0, lease=15.0) -> Path:
+        path = self.folder / "job.toml"
+        output_dir = self.run_dir.parent
+        path.write_text(
+            JOB.format(
+                output_dir=output_dir, model=self.model, engine=json.dumps(FAKE), keep=keep, seed=seed, lease=lease
+            )
+        )
+        return path
+
+    def serving(self, **how):
+        it = serving(self.job(**how))
+        it._say = self.said.append
+        self._serving.append(it)
+        return it
+
+    def start(self, *, anew=True, **how):
+        it = self.serving(**how)
+        it.start(str(self.model), anew=anew)
+        it.connect()
+        self.note()
+        return it
+
+    def killed_trainer(self, *words, **how) -> None:
+        """A trainer has started a server, and was killed."""
+        command = [sys.executable, ROOT / "tests" / "trainer_to_kill.py", self.job(**how), self.model, *words]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+        self._trainers.append(trainer)
+        assert trainer.stdout
+        for line in trainer.stdout:
+            if line == "ready\n":
+                break
+        self.known |= family_of(trainer.pid)
+        trainer.kill()  # It is not collected: a parent that does not look must not keep others out.
+        until(lambda: guard.living(trainer.pid) is None, "the trainer is dead")
+
+    def publish(self, it, version):
+        adapter = lora_files.make(self.model, version)
+        return it.client.ask(adapter.publish(version), adapter.data)
+
+    @property
+    def pid(self) -> int:
+        return read_connection(self.run_dir / "connection.json").pid
+
+    def note(self) -> None:
+        self.known |= family_of(os.getpid())
+
+    def kill_server(self) -> int:
+        self.note()
+        pid = self.pid
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def journal(self, event):
+        path = self.folder / "journal.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [entry for entry in map(json.loads, lines) if entry["event"] == event]
+
+    def left(self) -> list[int]:
+        return wait_until_gone(self.known, 20)
+
+    def close(self) -> None:
+        for it in self._serving:
+            it.close(now=True)
+        for trainer in self._trainers:
+            trainer.communicate()
+        assert self.left() == []
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    venvs = tmp_path / "venvs"
+    venvs.mkdir()
+    (venvs / "server-vllm").symlink_to(sys.prefix)
+    monkeypatch.setenv("TANDEM_VENVS", str(venvs))
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TANDEM_FAKE_JOURNAL", str(tmp_path / "journal.jsonl"))
+    monkeypatch.setenv("TANDEM_FAKE_FAULT", "")
+    lab = Lab(tmp_path)
+    yield lab
+    lab.close()
+
+
+# ---- taken over ------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_was_kept_is_gone_on_with_at_once_and_ended_by_whoever_did(lab):
+    first = lab.start()
+    lab.publish(first, 3)
+    pid = lab.pid
+    first.keep()
+    began = time.monotonic()
+    second = lab.start(anew=False)
+    assert time.monotonic() - began < 5
+    assert lab.pid == pid
+    assert second.client.welcome.version == 3
+    assert lab.publish(second, 2).version == 2  # A checkpoint may be older than what the server has.
+    assert second.client.ask(generate(PROMPT)).version == 2
+    assert len(lab.journal("start")) == 1
+    second.close()
+    assert lab.left() == []
+    assert not list(lab.run_dir.glob("connection.json"))
+
+
+def test_a_server_whose_trainer_was_killed_is_taken_over_within_its_lease(lab):
+    lab.killed_trainer("connect", keep=0.0)
+    began = time.monotonic()
+    it = lab.start(anew=False, keep=0.0)
+    assert time.monotonic() - began < 5
+    assert lab.publish(it, 1).version == 1
+    assert len(lab.journal("start")) == 1
+    assert lab.said == ["going on with the server that the last trainer of this run has left"]
+
+
+def test_a_server_that_was_starting_when_its_trainer_was_killed_is_waited_for(lab, monkeypatch):
+    monkeypatch.setenv("TANDEM_FAKE_FAULT", "slow-start:2")
+    lab.killed_trainer()
+    it = lab.start(anew=False)
+    assert it.client.ask(generate(PROMPT)).completions
+    assert len(lab.journal("start")) == 1
+
+
+def test_a_server_with_other_settings_is_ended_and_they_are_named(lab):
+    lab.killed_trainer("connect")
+    pid = lab.pid
+    lab.start(anew=False, seed=7)
+    assert lab.pid != pid
+    assert "other settings (server.seed)" in lab.said[0]
+    assert guard.living(pid) is None
+
+
+def test_a_server_that_another_process_holds_is_not_taken_over_and_not_ended(lab):
+    first = lab.start()
+    second = lab.serving()
+    with pytest.raises(Refused, match=r"Run 'run' .* holds this server"):
+        second.start(str(lab.model), anew=False)
+    second.close()
+    assert first.client.ask(generate(PROMPT)).completions
+
+
+def test_a_pid_that_has_come_to_mean_another_process_is_left_alone(lab):
+    lab.killed_trainer("connect")
+    record = lab.run_dir / "server_process.json"
+    left = json.loads(record.read_text())
+    os.kill(left["pid"], signal.SIGKILL)
+    assert lab.left() == []
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        record.write_text(json.dumps(left | {"pid": other.pid}))
+        it = lab.start(anew=False)
+        assert it.client.ask(generate(PROMPT)).completions
+        it.close()
+        assert other.poll() is None
+        other.communicate(b"\n")
+
+
+def test_a_run_that_begins_does_not_go_on_with_a_server_that_has_learnt(lab):
+    lab.killed_trainer("connect")
+    it = lab.start(anew=True)
+    assert it.client.welcome.version == 0
+    assert len(lab.journal("start")) == 2
+
+
+def test_a_server_that_dies_while_it_is_taken_over_is_replaced(lab, monkeypatch):
+    monkeypatch.setenv("TANDEM_FAKE_FAULT", "slow-start:2@1")
+    lab.killed_trainer()
+    it = lab.serving()
+    it.start(str(lab.model), anew=False)
+    os.kill(json.loads((lab.run_dir / "server_process.json").read_text())["pid"], signal.SIGKILL)
+    it.connect()
+    assert it.client.ask(generate(PROMPT)).completions
+
+
+def test_a_session_ends_its_server_unless_it_is_told_to_keep_it(lab):
+    def session():
+        config = load(lab.job(), ['tracking.display="none"'])
+        return Session(config, plan(config.placement, Devices(cores=2)))
+
+    with session() as first:
+        first.start()
+        first._serving.connect()
+        lab.note()
+        pid = lab.pid
+        first.close(keep_server=True)
+    assert guard.living(pid)
+    with session() as second:
+        second.start()
+        assert lab.pid == pid
+        assert second._serving.client.ask(p.Status()).restarts == 0
+    assert lab.left() == []
+
+
+def test_without_time_to_wait_a_server_is_not_kept(lab):
+    it = lab.start(keep=0.0)
+    with pytest.raises(ConfigError, match="keep_server_s is 0"):
+        it.keep()
+    assert it.client.ask(p.Ping())
+
+
+def test_a_server_that_was_kept_and_not_fetched_ends(lab):
+    lab.start(keep=0.5).keep()
+    assert lab.left() == []
+
+
+# ---- replaced --------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_killed_costs_nothing_but_time(lab, monkeypatch):
+    gate = lab.folder / "gate"
+    monkeypatch.setenv("TANDEM_FAKE_FAULT", f"holds:{gate}")
+    it = lab.start()
+    lab.publish(it, 4)
+    lab.publish(it, 5)
+    open_ = [it.client.submit(generate(PROMPT, n=2, min_version=5)) for _ in range(3)]
+    until(lambda: lab.journal("asked"), "the engine is asked")
+    old = lab.kill_server()
+    late = it.client.submit(generate(PROMPT, min_version=5))
+    gate.touch()
+    answers = [future.result(60) for future in (*open_, late)]
+    assert lab.pid != old
+    assert [answer.version for answer in answers] == [5] * 4
+    assert [len(answer.completions) for answer in answers] == [2, 2, 2, 1]
+    engine = lab.journal("start")[-1]["pid"]
+    sampled = [e["n"] for e in lab.journal("generated") if e["pid"] == engine and e["model"] == "policy-v000005"]
+    assert sorted(sampled) == [1, 2, 2, 2]
+    assert [entry["name"] for entry in lab.journal("load")] == ["policy-v000004", "policy-v000005", "policy-v000005"]
+    assert lab.publish(it, 6).version == 6
+    assert it.restarts() == 1
+
+
+def test_a_publish_that_was_under_way_is_done_after_the_one_before_it(lab):
+    it = lab.start()
+    lab.publish(it, 1)
+    os.kill(lab.pid, signal.SIGSTOP)
+    lab.note()
+    adapter = lora_files.make(lab.model, 2)
+    publishing = it.client.submit(adapter.publish(2), adapter.data)
+    os.kill(lab.pid, signal.SIGKILL)
+    assert publishing.result(60).version == 2
+    assert [entry["name"] for entry in lab.journal("load")] == ["policy-v000001", "policy-v000001", "policy-v000002"]
+
+
+def test_servers_that_die_again_and_again_end_the_run_in_seconds(lab, monkeypatch):
+    monkeypatch.setenv("TANDEM_FAKE_FAULT", "hangs")
+    it = lab.start()
+    answer = it.client.submit(generate(PROMPT, deadline_s=60.0))
+    for times in range(1, 2 + module.MAX_RESTARTS):
+        until(lambda times=times: len(lab.journal("asked")) == times, f"it is asked for the {times}. time")
+        killed = time.monotonic()
+        lab.kill_server()
+    with pytest.raises(BridgeError, match="was killed by SIGKILL") as ended:
+        answer.result(30)
+    assert time.monotonic() - killed < 10
+    assert "3 times without a step" in ended.value.why
+    assert ended.value.log_path == str(lab.run_dir / "server.log")
+    assert ended.value.log_tail
+    with pytest.raises(BridgeError, match="was killed by SIGKILL"):
+        it.client.ask(p.Ping())
+
+
+def test_a_step_between_them_starts_the_count_anew(lab):
+    it = lab.start()
+    for version in range(1, 3 + module.MAX_RESTARTS):
+        assert lab.publish(it, version).version == version
+        lab.kill_server()
+    assert it.client.ask(generate(PROMPT)).version == 2 + module.MAX_RESTARTS
+    assert it.restarts() == 2 + module.MAX_RESTARTS
+
+
+def test_a_server_that_says_why_it_ended_is_not_started_again(lab):
+    it = lab.start()
+    failure = lab.run_dir / "server_failure.json"
+    failure.write_text(json.dumps({"type": "Failure", "code": "engine-failed", "what": "The engine has had enough."}))
+    lab.kill_server()
+    with pytest.raises(BridgeError, match="has had enough"):
+        it.client.ask(generate(PROMPT))
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_a_run_that_ends_while_a_server_is_started_again_leaves_nobody(lab, monkeypatch, now):
+    it = lab.start()
+    address = read_connection(lab.run_dir / "connection.json").data
+    monkeypatch.setenv("TANDEM_FAKE_FAULT", "slow-start:600,has-child")
+    lab.kill_server()
+    answer = it.client.submit(generate(PROMPT))
+    until(lambda: lab.journal("child"), "another engine starts")
+    lab.note()
+    began = time.monotonic()
+    it.close(now=now)
+    assert time.monotonic() - began < 20
+    assert not Path(address.removeprefix("ipc://")).parent.exists()
+    with pytest.raises(PeerDied):
+        answer.result(0)
+    assert lab.left() == []
+
+
+def test_a_question_that_was_cancelled_is_not_asked_again(lab, monkeypatch):
+    monkeypatch.setenv("TANDEM_FAKE_FAULT", "hangs@1")
+    it = lab.start()
+    answer = it.client.submit(generate(PROMPT))
+    until(lambda: lab.journal("asked"), "the engine is asked")
+    lab.kill_server()
+    assert answer.cancel()
+    it.client.ask(p.Ping(deadline_s=30))
+    assert len(lab.journal("asked")) == 1
+
+
+def test_questions_of_many_threads_survive_a_server(lab):
+    it = lab.start()
+    lab.publish(it, 1)
+    answers, errors = [], []
+
+    def ask():
+        try:
+            for _ in range(10):
+                answers.append(it.client.ask(generate(PROMPT, max_tokens=1)).version)  # noqa: PERF401 (kept on failure)
+        except BridgeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(answers) > 5, "some are answered")
+    lab.kill_server()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert answers == [1] * 40
