@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,14 @@ class Adapters:
         if not same_run:
             self.newest = 0
             self._let_go(lambda number: number != 0)
+
+    @contextlib.asynccontextmanager
+    async def room_for_a_guest(self, guest: Hashable) -> AsyncIterator[None]:
+        """Hold a place in the engine for an adapter that is loaded, asked and unloaded meanwhile, and never served."""
+        async with self._publishing:
+            await self._until_there_is_room()
+            async with self._slots.taken(guest):
+                yield
 
     async def engine_started(self, engine: Engine) -> None:
         """Load everything that is live into an engine that has just started. Raises EngineFailed, EngineGone."""

@@ -17,6 +17,7 @@ from bridge.security import ServerKeys, new_keys
 from bridge.server import BridgeLimits, BridgeServer
 from server_env.adapters import AdapterLimits, Adapters
 from server_env.cache import EngineCache
+from server_env.canary import CanaryCheck
 from server_env.config import ServerFile
 from server_env.engine_process import EngineProcess
 from server_env.engines import NOWHERE, device_of, make_engine
@@ -87,7 +88,8 @@ class Gateway:
         self._adapters = Adapters(self._supervisor, spool, BaseModel.read(engine.model), limits)
         self._service.supervisor = self._supervisor
         self._service.adapters = self._adapters
-        self._service.sleeper = Sleeper(self._supervisor)
+        self._service.canary = CanaryCheck(self._adapters)
+        self._service.sleeper = Sleeper(self._supervisor, self._service.canary.after_wake)
 
     def _on_signal(self, name: str) -> None:
         """The first signal ends the server; another one means now."""

@@ -9,6 +9,7 @@ from bridge import protocol as p
 from bridge.errors import BridgeError, EngineFailed, ProtocolMismatch, Refused
 from bridge.server import Call
 from server_env.adapters import Adapters
+from server_env.canary import CanaryCheck
 from server_env.config import ServerFile
 from server_env.engine import Engine
 from server_env.lease import LeaseBook
@@ -23,6 +24,7 @@ class Service:
 
     http_url = ""
     adapters: Adapters
+    canary: CanaryCheck
     sleeper: Sleeper
     supervisor: Supervisor
 
@@ -53,10 +55,10 @@ class Service:
                 return await self._about_the_server(request)
             case p.PublishAdapter():
                 return await self._publish(request, call.buffer)
-            case p.Sleep():
-                return await self.sleeper.sleep()
-            case p.Wake():
-                return await self.sleeper.wake()
+            case p.Canary():
+                return await self.canary.answer(request, call.buffer, self.sleeper)
+            case p.Sleep() | p.Wake():
+                return await (self.sleeper.sleep() if isinstance(request, p.Sleep) else self.sleeper.wake())
         raise ProtocolMismatch(f"This server does not know what to do with {type(request).__name__}.")
 
     def end(self, why: str) -> None:
@@ -91,7 +93,8 @@ class Service:
     # ---- the engine's lives (see supervisor.Observer) ----------------------------------------------------------------
 
     async def engine_started(self, engine: Engine) -> None:
-        """A new engine gets the adapters of the last one."""
+        """A new engine answers for the canary as the last one did, and gets its adapters."""
+        await self.canary.require_the_same(engine)
         await self.adapters.engine_started(engine)
         await self.sleeper.engine_started(engine)
 

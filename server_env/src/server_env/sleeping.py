@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from bridge.errors import Refused
 from bridge.protocol import Slept
@@ -18,8 +18,12 @@ log = logging.getLogger(__name__)
 class Sleeper:
     """Lets work through while the engine is awake. Order after sleep: weights, adapters, KV cache."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(
+        self, supervisor: Supervisor, before_serving: Callable[[Engine], Awaitable[None]] | None = None
+    ) -> None:
+        """before_serving: called with an engine that has woken up, while nobody else asks it anything."""
         self.in_flight = 0
+        self._before_serving = before_serving
         self._supervisor = supervisor
         self._awake = asyncio.Event()
         self._awake.set()
@@ -81,8 +85,7 @@ class Sleeper:
         async with self._turning:
             started = time.monotonic()
             if self.asleep:
-                await self._wake_weights()
-                await self._supervisor.call(lambda engine: engine.wake())
+                await self._supervisor.call(self._wake_up)
                 self._awake.set()
                 log.info("the engine is awake")
             return Slept(seconds=time.monotonic() - started)
@@ -98,6 +101,15 @@ class Sleeper:
         if self.asleep:
             await engine.sleep()
             self._weights_awake = False
+
+    async def _wake_up(self, engine: Engine) -> None:
+        """All of it: an engine that was started while the server sleeps has its weights asleep again."""
+        if not self._weights_awake:
+            await engine.wake_weights()
+            self._weights_awake = True
+        await engine.wake()
+        if self._before_serving:
+            await self._before_serving(engine)
 
     async def _wake_weights(self) -> None:
         if not self._weights_awake:
