@@ -188,10 +188,10 @@ def test_a_ratio_that_is_off_is_an_alarm():
     assert proof.ratio(math.nan, math.nan, 100).verdict == "disagrees"
 
 
-def test_the_worst_of_several_verdicts():
+def test_the_first_of_several_checks_says_what_is_known_and_any_can_object():
     def of(*verdicts):
-        return proof.worst([proof.Finding("shift", verdict, "") for verdict in verdicts])
+        return proof.verdict([proof.Finding("shift", verdict, "") for verdict in verdicts])
 
     assert of("agrees", "inconclusive") == "agrees"
-    assert of("agrees", "disagrees") == "disagrees"
-    assert of("inconclusive") == of() == "inconclusive"
+    assert of("inconclusive", "agrees") == "inconclusive"
+    assert of("inconclusive", "disagrees") == "disagrees"

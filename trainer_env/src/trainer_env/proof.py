@@ -66,12 +66,12 @@ class Finding:
 
 def sigma(trainer_base: Logprobs, server_base: Logprobs) -> float:
     """The noise between the halves: root mean square difference of their base logprobs."""
-    return max(NOISE_FLOOR, _rms(_less(trainer_base, server_base)))
+    return max(NOISE_FLOOR, rms(less(trainer_base, server_base)))
 
 
 def base(trainer: Logprobs, server: Logprobs) -> Finding:
     """Whether both halves have the same base model, in precisions that are near enough."""
-    apart = [abs(x) for x in _less(trainer, server)]
+    apart = [abs(x) for x in less(trainer, server)]
     mean = sum(apart) / len(apart)
     good = mean <= BASE_APART  # Not a number is not good.
     return Finding(
@@ -85,11 +85,11 @@ def base(trainer: Logprobs, server: Logprobs) -> Finding:
 
 def shift(trainer: Logprobs, server: Logprobs, noise: float, check: Check = "shift") -> Finding:
     """Whether an adapter does the same in both halves. trainer, server: adapted less base; noise: see `sigma`."""
-    residual, size = _rms(_less(server, trainer)), max(_rms(trainer), _rms(server))
+    residual, size = rms(less(server, trainer)), max(rms(trainer), rms(server))
     tau = math.sqrt(2) * noise
     bound = NOISES * tau + RELATIVE * size
     figures = (
-        f"the adapter shifts {len(trainer)} logprobs by {_rms(trainer):.3f} in the trainer and {_rms(server):.3f} on "
+        f"the adapter shifts {len(trainer)} logprobs by {rms(trainer):.3f} in the trainer and {rms(server):.3f} on "
         f"the server (root mean square), and the shifts are {residual:.3f} apart, where {bound:.3f} is allowed"
     )
     if not residual <= bound:
@@ -113,12 +113,12 @@ def canary(
     module out, its logprobs lack just that difference: a coefficient of 1, where noise gives one about 0.
     """
     noise = sigma(trainer_base, server_base)
-    ours, theirs = _less(trainer, trainer_base), _less(server, server_base)
+    ours, theirs = less(trainer, trainer_base), less(server, server_base)
     found = shift(ours, theirs, noise, "canary")
-    lacking = _less(ours, theirs)
+    lacking = less(ours, theirs)
     # The trainer's noise is in its shift and in each effect alike: a weak one would seem to be missing.
-    effects = {name: _less(trainer, logprobs) for name, logprobs in without.items()}
-    seen = {name: effect for name, effect in effects.items() if _rms(effect) > VISIBLE * math.sqrt(2) * noise}
+    effects = {name: less(trainer, logprobs) for name, logprobs in without.items()}
+    seen = {name: effect for name, effect in effects.items() if rms(effect) > VISIBLE * math.sqrt(2) * noise}
     likeliest = max(seen, key=lambda name: _along(lacking, seen[name]), default="")
     if likeliest and (missing := _along(lacking, seen[likeliest]) / _length(seen[likeliest])) > SLOPE:
         return Finding(
@@ -129,14 +129,14 @@ def canary(
         )
     if unseen := sorted(effects.keys() - seen.keys()):
         found = replace(found, what=f"{found.what}; too weak to tell: {', '.join(unseen)}")
-    if found.verdict == "agrees" and _rms(ours) < CANARY_SHIFT:
+    if found.verdict == "agrees" and rms(ours) < CANARY_SHIFT:
         return replace(found, verdict="inconclusive")
     return found
 
 
 def cached_prefix(sampled: Logprobs, rescored: Logprobs, noise: float) -> Finding:
     """Whether tokens sampled over a cached prefix have the logprobs that scoring, without the cache, gives them."""
-    apart = sorted(abs(x) for x in _less(sampled, rescored))
+    apart = sorted(abs(x) for x in less(sampled, rescored))
     kept = apart[: max(1, len(apart) - 1)] if all(map(math.isfinite, apart)) else [math.nan]
     mean, bound = sum(kept) / len(kept), CACHED_NOISE + CACHED_SIGMAS * noise
     return Finding(
@@ -162,14 +162,13 @@ def ratio(mean: float, error: float, tokens: int) -> Finding:
     )
 
 
-def worst(findings: Sequence[Finding]) -> Verdict:
-    """One verdict for several checks."""
-    verdicts = {finding.verdict for finding in findings}
-    return "disagrees" if "disagrees" in verdicts else "agrees" if "agrees" in verdicts else "inconclusive"
+def verdict(findings: Sequence[Finding]) -> Verdict:
+    """Of several checks: what the first one says, unless another one disagrees."""
+    return "disagrees" if any(found.verdict == "disagrees" for found in findings) else findings[0].verdict
 
 
 def _cause(trainer: Logprobs, server: Logprobs) -> str:
-    ours, theirs = _rms(trainer), _rms(server)
+    ours, theirs = rms(trainer), rms(server)
     if theirs < ours / 4:
         return "The engine ignores the adapter."
     if ours < theirs / 4:
@@ -195,11 +194,12 @@ def _along(a: Logprobs, b: Logprobs) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / length if length else 0.0
 
 
-def _less(a: Logprobs, b: Logprobs) -> list[float]:
+def less(a: Logprobs, b: Logprobs) -> list[float]:
+    """The differences, token by token."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
-def _rms(values: Logprobs) -> float:
+def rms(values: Logprobs) -> float:
     """Root mean square, without the largest one in LEFT_OUT; not a number if one of all is none."""
     squares = sorted(x * x for x in values)
     if not all(map(math.isfinite, squares)):
