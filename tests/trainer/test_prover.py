@@ -1,4 +1,4 @@
-"""The proof of sync around the real trainer: each way to be out of sync is caught, by the check that is meant for it."""
+"""The proof of sync around the real trainer: each way to be out of sync is caught, by the check meant for it."""
 
 import json
 import shutil
