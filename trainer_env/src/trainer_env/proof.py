@@ -49,7 +49,7 @@ out, by a sigma or two."""
 
 RATIO_OFF = 0.05
 RATIO_ERRORS = 4.0
-RATIO_TOKENS = 16
+RATIO_TOKENS = 8
 """On-policy, the expectation of the ratio is exactly 1, whatever the rounding. A batch's mean may be off by RATIO_OFF
 and by so many of its standard errors, which a single odd token raises as much as the mean."""
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from bridge.errors import SyncMismatch
+from bridge.errors import BridgeError, SyncMismatch
 from bridge.protocol import Canary, CanaryScored, pack_ids, unpack_logprobs
 from trainer_env import proof
 from trainer_env.agreement import Figures
@@ -138,7 +138,12 @@ class Prover:
             )
             answer = self._server.submit(request, packed.payload)
             whole, without = probe.score(), weights.without_each(probe.score)
-        found: CanaryScored = answer.result()
+        try:
+            found: CanaryScored = answer.result()
+        except BridgeError as error:
+            error.what = f"The canary, an adapter that the proof of sync makes, cannot be asked for: {error.what}"
+            error.log_path = error.log_path or self._server.welcome.log_path
+            raise
         return [
             proof.canary(
                 trainer_base=probe.trainer_base,
