@@ -8,7 +8,10 @@ TANDEM_FAKE_JOURNAL names a file that gets a JSON line for each thing that happe
 Faults: dies-at-start, never-listens, port-clash, slow-start:SECONDS, no-route:ROUTE, old-logprobs, ignores-sigterm,
 has-child, flat (every token is as likely as any other); on generation: dies, hangs, freezes (the whole process),
 answers-500, drops-connection, shifts-logprobs, other-model (vLLM), holds:FILE (answers when FILE exists); on loading:
-load-500, load-400, load-hangs, load-holds:FILE, load-dies, unlisted, ignores-adapter; on unloading: unload-hangs.
+load-500, load-400, load-hangs, load-holds:FILE, load-dies, unlisted, ignores-adapter, drops-module:NAME; on unloading:
+unload-hangs; always: other-base (another base model), stale-cache (what was sampled over a prompt is sampled over it
+again, under whatever adapter). An argument FILE of other-base or ignores-adapter makes the fault begin when FILE
+exists.
 """
 
 import asyncio
@@ -89,6 +92,17 @@ class Fake:
     generation_tokens: int = 0
     prompt_tokens: int = 0
     asleep: set[str] = field(default_factory=set)
+    cache: dict[tuple[int, ...], bytes] = field(default_factory=dict)
+    """By prompt: the adapter under which it was read."""
+
+    def begun(self, fault: str) -> bool:
+        """Whether a fault that may wait for a file is there by now."""
+        return fault in self.faults and (not self.faults[fault] or Path(self.faults[fault]).exists())
+
+    def identity(self, adapter: str) -> bytes:
+        """What an adapter does, as far as logprobs go; empty for the base model."""
+        own = b"" if self.begun("ignores-adapter") else self.adapters.get(adapter, b"")
+        return own + (b"other base" if self.begun("other-base") else b"")
 
     def journal(self, event: str, **facts) -> None:
         path = os.environ.get("TANDEM_FAKE_JOURNAL")
@@ -96,11 +110,10 @@ class Fake:
             with Path(path).open("a") as file:
                 file.write(json.dumps({"event": event, "pid": os.getpid(), **facts}) + "\n")
 
-    def log_probabilities(self, adapter: str, before: list[int], temperature: float, top_k: int) -> list[float]:
+    def log_probabilities(self, identity: bytes, before: list[int], temperature: float, top_k: int) -> list[float]:
         """Of every next token, after `before`."""
         if "flat" in self.faults and not top_k:
             return [-math.log(VOCAB)] * VOCAB
-        identity = b"" if "ignores-adapter" in self.faults else self.adapters.get(adapter, b"")
         rng = random.Random(hashlib.sha256(identity + repr(before[-3:]).encode()).digest())
         logits = [rng.gauss(0, 2) / temperature for _ in range(VOCAB)]
         if top_k > 0:
@@ -112,15 +125,18 @@ class Fake:
     def sample(self, adapter: str, prompt: list[int], ask: Ask, index: int) -> Sampled:
         greedy = ask.temperature == 0
         rng = random.Random(repr((ask.seed, index, prompt, time.monotonic_ns() if ask.seed is None else 0)))
+        identity = self.identity(adapter)
+        if "stale-cache" in self.faults:
+            identity = self.cache.setdefault(tuple(prompt), identity)
         ids, logprobs, finish = [], [], "length"
         for _ in range(min(ask.max_tokens, self.max_context - len(prompt))):
             options = (1.0, 0) if greedy else (ask.temperature, ask.top_k)
-            every = self.log_probabilities(adapter, prompt + ids, *options)
+            every = self.log_probabilities(identity, prompt + ids, *options)
             weights = [math.exp(x) for x in every]
             token = every.index(max(every)) if greedy else rng.choices(range(VOCAB), weights)[0]
             ids.append(token)
             if "old-logprobs" in self.faults:
-                every = self.log_probabilities(adapter, prompt + ids[:-1], 1.0, 0)
+                every = self.log_probabilities(identity, prompt + ids[:-1], 1.0, 0)
             logprobs.append(every[token] + (0.1 if "shifts-logprobs" in self.faults else 0.0))
             if token in {*([] if ask.ignore_eos else [EOS]), *ask.stop}:
                 finish = "stop"
@@ -130,7 +146,8 @@ class Fake:
 
     def score(self, adapter: str, prompt: list[int]) -> list[float | None]:
         """One a token; None for the first."""
-        known = [self.log_probabilities(adapter, prompt[:i], 1.0, 0)[prompt[i]] for i in range(1, len(prompt))]
+        identity = self.identity(adapter)
+        known = [self.log_probabilities(identity, prompt[:i], 1.0, 0)[prompt[i]] for i in range(1, len(prompt))]
         return [None, *known]
 
     async def misbehave(self, request: web.Request) -> str:
@@ -170,7 +187,18 @@ class Fake:
         if json.loads((path / "adapter_config.json").read_text())["r"] > self.max_rank:
             raise Unloadable(500, "LoRA rank is greater than max_lora_rank")
         if "unlisted" not in self.faults:
-            self.adapters[name] = hashlib.sha256((path / "adapter_model.safetensors").read_bytes()).digest()
+            self.adapters[name] = digest(path / "adapter_model.safetensors", self.faults.get("drops-module", ""))
+
+
+def digest(path: Path, dropped: str) -> bytes:
+    """Of an adapter's weights; dropped: a module that is left out."""
+    data = path.read_bytes()
+    if not dropped:
+        return hashlib.sha256(data).digest()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    kept = [entry["data_offsets"] for name, entry in header.items() if "data_offsets" in entry and dropped not in name]
+    return hashlib.sha256(b"".join(data[start + first : start + end] for first, end in kept)).digest()
 
 
 def family(name: str, kind: str, labels: str, value: float) -> str:

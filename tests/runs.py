@@ -364,6 +364,10 @@ max_steps = 3
 learning_rate = 1e-3
 max_completion_length = 4
 
+# The fake engine computes nothing like the model.
+[rollout]
+on_sync_mismatch = "warn"
+
 [evaluation]
 before = false
 after = false

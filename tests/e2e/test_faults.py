@@ -180,7 +180,7 @@ def test_a_killed_engine_is_named_in_the_trainers_log(engine_killed):
 
 def test_an_engine_that_shifts_its_logprobs_shows_in_the_first_ratio(engine_killed):
     assert engine_killed.metrics[0]["ratio_mean"] == pytest.approx(math.exp(-0.1), abs=5e-3)
-    assert "importance ratio is 0.90" in (engine_killed.run_dir / "trainer.log").read_text()
+    assert "importance ratio of an on-policy batch is 0.90" in (engine_killed.run_dir / "trainer.log").read_text()
 
 
 def test_a_killed_server_costs_nothing_but_time(server_killed):
@@ -222,7 +222,7 @@ def test_an_engine_that_cannot_start_ends_the_run_with_its_own_words(engine_dies
 def test_an_adapter_that_the_engine_refuses_ends_the_run(load_refused):
     assert load_refused.code == 1
     assert "this adapter is not to my taste" in load_refused.stderr
-    assert "Adapter version 1 does not serve" in load_refused.stderr
+    assert "The canary, an adapter that the proof of sync makes, cannot be asked for" in load_refused.stderr
     assert "server.log" in load_refused.stderr
     assert load_refused.steps == []
 

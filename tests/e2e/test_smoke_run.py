@@ -13,14 +13,14 @@ STEPS = 4
 FIELDS = [
     *("step", "version", "staleness", "reward_mean", "reward_std", "loss", "learning_rate", "ratio_mean"),
     *("dlogp_mean_abs", "grad_norm", "completion_length", "rollout_s", "train_s", "publish_ms", "load_ms", "proof"),
-    *("overlap", "sleep_s", "wake_s", "freed_bytes", "generated_tokens", "generated_tokens_per_s"),
+    *("proof_ms", "overlap", "sleep_s", "wake_s", "freed_bytes", "generated_tokens", "generated_tokens_per_s"),
 ]
 SUMMARY_FIELDS = [
     *("backend", "placement", "steps", "reward_first4", "reward_last4", "eval_before", "eval_after", "wall_s"),
-    *("adapter", "restarts"),
+    *("adapter", "restarts", "proof"),
 ]
-OPTIONAL = {"proof", "overlap", "sleep_s", "wake_s", "freed_bytes"}
-"""Null on a CPU, and while nothing is proven."""
+OPTIONAL = {"overlap", "sleep_s", "wake_s", "freed_bytes"}
+"""Null on a CPU."""
 
 
 @scenario
@@ -93,6 +93,8 @@ def test_the_version_rises_by_one_a_step(smoke):
 def test_trainer_and_server_compute_the_same_policy(smoke):
     assert 0.95 <= smoke.metrics[0]["ratio_mean"] <= 1.05
     assert all(step["dlogp_mean_abs"] < 1e-3 for step in smoke.metrics)
+    assert [step["proof"] for step in smoke.metrics] == ["agrees"] * STEPS
+    assert smoke.summary["proof"] == {"agrees": STEPS}
 
 
 def test_a_publish_is_timed(smoke):

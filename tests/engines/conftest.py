@@ -48,7 +48,9 @@ class Reference:
         self._process = process
 
     def logprobs(self, questions: list[dict]) -> list[list[float]]:
-        """One list a question: {"ids", "temperature", "adapter" (a PEFT folder or "")}; for all ids but the first."""
+        """One list a question, for all ids but the first: {"ids", "temperature", "adapter" (a PEFT folder or "")}, and
+        "model" for another one.
+        """
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(json.dumps(questions) + "\n")

@@ -1,8 +1,11 @@
 """Logprobs as Hugging Face computes them, in float32: `python reference.py MODEL`, a JSON line in, a JSON line out.
 
+An adapter's folder is read once: another adapter needs another folder.
+
 An adapter is added to the weights by hand (W + alpha / r * B A), so that neither PEFT nor an engine is trusted.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 
+@functools.lru_cache(2)
 def merged(folder: str, adapter: str) -> LlamaForCausalLM:
     """The model, with an adapter's matrices added to its weights."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -32,7 +36,9 @@ def answer(folder: str, question: dict) -> list[float]:
     """Logprobs of all ids but the first."""
     ids = torch.tensor([question["ids"]])
     with torch.no_grad():
-        logits = merged(folder, question["adapter"])(ids).logits[0, :-1] / question["temperature"]
+        logits = (
+            merged(question.get("model", folder), question["adapter"])(ids).logits[0, :-1] / question["temperature"]
+        )
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
 
 

@@ -5,10 +5,8 @@ The fake stands in for real engines in tests of faults only; this is what keeps 
 
 import asyncio
 import contextlib
-import os
 import sys
 import uuid
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -16,51 +14,13 @@ import pytest_asyncio
 import lora_files
 from bridge.errors import Refused
 from bridge.protocol import Sampling, unpack_ids, unpack_logprobs
+from engines.alone import MODULES, engine_of, running
 from served import FAKE
-from server_env.config import from_dict
 from server_env.engine import EngineGone
-from server_env.engine_process import EngineProcess
-from server_env.engines import make_engine
-from server_env.scratch import Scratch
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 PROMPT = [5, 6, 7, 8, 9]
-START_S = 600
-MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
-
-
-def engine_of(backend: str, command: list[str], model: Path):
-    section = {
-        "backend": backend,
-        "device": "cpu",
-        "model": str(model),
-        "dtype": "float32",
-        "context_length": 128,
-        "max_lora_rank": 8,
-        "engine_command": command,
-        "cpu_kv_gib": 1,
-    }
-    return make_engine(from_dict({"server": section}, "test"))
-
-
-@contextlib.asynccontextmanager
-async def running(engine, tmp: Path):
-    scratch = Scratch(uuid.uuid4().hex)
-    process = EngineProcess(
-        engine,
-        device="cpu",
-        scratch=scratch.path,
-        cache=tmp / "cache",
-        log_path=tmp / "engine.log",
-        environment=os.environ,
-    )
-    try:
-        facts = await process.start(START_S)
-        yield engine, facts
-    finally:
-        await process.stop()
-        scratch.remove()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fake-vllm", "fake-sglang", "vllm", "sglang"])

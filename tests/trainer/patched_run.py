@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+WARN = ('rollout.on_sync_mismatch="warn"',)
+
 
 def main(folder: Path) -> dict[str, Any]:
     """Three runs of two steps, on prompts of unequal length, so that rows are padded."""
@@ -39,11 +41,11 @@ def run(folder: Path, name: str, shift: float, *overrides: str) -> list[dict[str
         return ids, [value + shift for value in logprobs], reason
 
     done = running.train(
-        running.tiny_config(folder, "grpo.learning_rate=1e-3", *overrides, run=name),
+        running.tiny_config(folder, "grpo.learning_rate=1e-3", *overrides, *(WARN if shift else ()), run=name),
         server=HFServer(models.resolve(running.TINY), edit=shifted),
         examples=[Example([{"role": "user", "content": "hello " * count}], answer="") for count in (1, 20, 9, 3)],
     )
-    names = ("ratio_mean", "dlogp_mean_abs", "grad_norm", "staleness")
+    names = ("ratio_mean", "dlogp_mean_abs", "grad_norm", "staleness", "proof")
     return [{name: getattr(step, name) for name in names} for step in done.steps]
 
 

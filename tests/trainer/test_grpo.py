@@ -17,8 +17,10 @@ from trainer.running import LOW_TOKENS
 from trainer_env import grpo
 from trainer_env.checkpoints import last_checkpoint
 from trainer_env.data import Example
+from trainer_env.prover import SyncWarning
 from trainer_env.rewards import Reward, RewardError
-from trainer_env.step_report import RatioWarning
+
+WARN = 'rollout.on_sync_mismatch="warn"'
 
 
 def shifted(by):
@@ -89,20 +91,21 @@ def test_the_first_ratio_is_1_at_any_temperature(train, temperature):
 
 
 def test_a_server_that_reports_other_logprobs_shows_in_the_ratio_and_is_warned_of(train, tiny):
-    with pytest.warns(RatioWarning, match=r"first step's importance ratio is 0\.905"):
-        done = train(server=HFServer(tiny, edit=shifted(0.1)))
+    with pytest.warns(SyncWarning, match=r"importance ratio of an on-policy batch is 0\.905"):
+        done = train(WARN, server=HFServer(tiny, edit=shifted(0.1)))
+    assert [step.proof for step in done.steps] == ["disagrees"] * 2
     assert [step.ratio_mean for step in done.steps] == pytest.approx([math.exp(-0.1)] * 2, abs=1e-3)
     assert [step.dlogp_mean_abs for step in done.steps] == pytest.approx([0.1] * 2, abs=1e-3)
 
 
 def test_sampling_logprobs_weigh_each_token_in_the_gradient(train, tiny):
     plain = train("grpo.max_steps=1")
-    with pytest.warns(RatioWarning):
-        less = train("grpo.max_steps=1", server=HFServer(tiny, edit=shifted(0.1)), run="less")
+    with pytest.warns(SyncWarning):
+        less = train(WARN, "grpo.max_steps=1", server=HFServer(tiny, edit=shifted(0.1)), run="less")
     assert less.steps[0].grad_norm / plain.steps[0].grad_norm == pytest.approx(math.exp(-0.1), rel=1e-3)
     # A weight is truncated at clip_max (3), but the ratio is reported as it is.
-    with pytest.warns(RatioWarning):
-        more = train("grpo.max_steps=1", server=HFServer(tiny, edit=shifted(-2.0)), run="more")
+    with pytest.warns(SyncWarning):
+        more = train(WARN, "grpo.max_steps=1", server=HFServer(tiny, edit=shifted(-2.0)), run="more")
     assert more.steps[0].grad_norm / plain.steps[0].grad_norm == pytest.approx(3, rel=1e-3)
     assert more.steps[0].ratio_mean == pytest.approx(math.exp(2), rel=1e-3)
 

@@ -26,6 +26,8 @@ def test_unsloths_own_trainer_uses_and_measures_sampling_logprobs(tmp_path):
     assert runs["trainer"] == "UnslothGRPOTrainer"
     plain, shifted, reused = runs["plain"], runs["shifted"], runs["reused"]
     # Its forward runs in bfloat16, the server's in float32.
+    assert [step["proof"] for step in plain] == ["agrees", "agrees"]
+    assert [step["proof"] for step in shifted] == ["disagrees", "disagrees"]
     assert [step["ratio_mean"] for step in plain] == pytest.approx([1, 1], abs=0.01)
     assert all(step["dlogp_mean_abs"] < 0.01 for step in plain)
     assert [step["ratio_mean"] for step in shifted] == pytest.approx([math.exp(-0.5)] * 2, abs=0.01)

@@ -1,5 +1,6 @@
 """What the shim rests on: each test fails when TRL changes it, and the last when the shim is no longer needed."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ def test_a_trainer_that_ignores_rollout_func_is_found_out_at_once():
             return {"completion_ids": torch.zeros(1, 1)}
 
     trainer = trl_shim.using_sampling_logprobs(Ignores)()
-    trainer.use_rollouts(SimpleNamespace(calls=0), Agreement(), lambda: None)
+    trainer.use_rollouts(SimpleNamespace(calls=0), Agreement(), lambda: None, contextlib.nullcontext)
     with pytest.raises(SyncMismatch, match="without calling rollout_func"):
         trainer._generate_and_score_completions([])
 
@@ -45,6 +46,7 @@ def test_a_step_without_a_rollout_is_an_error():
         model=nothing,
         rollouts=nothing,
         publisher=nothing,
+        prover=nothing,
         agreement=Agreement(),
         scoring=nothing,
         tracker=nothing,
@@ -57,8 +59,10 @@ def test_trl_ignores_sampling_logprobs_without_the_shim(train, tiny, monkeypatch
     """When this fails, TRL uses the logprobs of a rollout_func by itself: remove trainer_env/trl_shim.py's switches."""
 
     class Plain(GRPOTrainer):
-        def use_rollouts(self, rollouts, agreement, publish):
-            pass
+        untempered_logprobs = trl_shim._UsesSamplingLogprobs.untempered_logprobs
+
+        def use_rollouts(self, rollouts, agreement, publish, untempered):
+            self._untempered = untempered
 
     monkeypatch.setattr(trl_shim, "using_sampling_logprobs", lambda trainer_class: Plain)
     plain = train("grpo.max_steps=1", run="plain")

@@ -21,11 +21,11 @@ from trainer_env.tracking import Tracker, spread
 
 FIELDS = """
     step version staleness reward_mean reward_std loss learning_rate ratio_mean dlogp_mean_abs grad_norm
-    completion_length rollout_s train_s publish_ms load_ms proof overlap sleep_s wake_s freed_bytes
-    generated_tokens generated_tokens_per_s
+    completion_length rollout_s train_s publish_ms load_ms proof proof_ms overlap sleep_s wake_s
+    freed_bytes generated_tokens generated_tokens_per_s
 """
 SUMMARY = """
-    backend placement steps reward_first4 reward_last4 eval_before eval_after wall_s adapter restarts
+    backend placement steps reward_first4 reward_last4 eval_before eval_after wall_s adapter restarts proof
 """
 
 
@@ -61,7 +61,7 @@ def test_the_summary_has_every_field(tmp_path):
     run = tracker(tmp_path)
     run.evaluation("eval_before", 0, [sample("eval_before", 0, 0.1), sample("eval_before", 0, 0.3)], 1.5)
     for step in range(1, 9):
-        run.step(metrics(step, reward=step / 10))
+        run.step(metrics(step, reward=step / 10, proof="inconclusive" if step < 3 else "agrees"))
     run.evaluation("eval", 4, [sample("eval", 4, 0.4)], 1.5)
     run.evaluation("eval_after", 8, [sample("eval_after", 8, 0.9)], 1.5)
     summary = finish(run)
@@ -69,6 +69,7 @@ def test_the_summary_has_every_field(tmp_path):
     assert list(written) == SUMMARY.split()
     assert written["reward_first4"] == pytest.approx(0.25)
     assert written["reward_last4"] == pytest.approx(0.65)
+    assert written["proof"] == {"inconclusive": 2, "agrees": 6}
     assert (summary.eval_before, summary.eval_after) == (pytest.approx(0.2), 0.9)
     assert (summary.steps, summary.restarts, summary.backend) == (8, 1, "vllm")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

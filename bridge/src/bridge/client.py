@@ -99,7 +99,7 @@ class BridgeClient:
         return self
 
     async def ask(self, request: p.Request, buffer: bytes | memoryview | None = None) -> p.Reply:
-        """The reply to a request. buffer: the bytes of `PublishAdapter`, sent without a copy.
+        """The reply to a request. buffer: the bytes of `PublishAdapter` or `Canary`, sent without a copy.
 
         Waits while the server is `Busy`. Raises the error that the server answers, Timeout when
         request.deadline_s has passed, PeerDied as soon as the server is known to be gone. Cancelled, or past its

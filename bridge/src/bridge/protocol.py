@@ -119,8 +119,6 @@ class PublishAdapter(Request, frozen=True, kw_only=True):
     sha256: str
     adapter_config: dict[str, object]
     """PEFT's adapter_config.json."""
-    probe: TokenIds = b""
-    """Prompt for the proof of sync; empty for none."""
 
 
 class AdapterLoaded(Message, frozen=True, kw_only=True):
@@ -133,6 +131,32 @@ class AdapterLoaded(Message, frozen=True, kw_only=True):
     load_s: float
     alias_of: int = -1
     """The version with the very same bytes, when the engine had nothing to load; else -1."""
+
+
+class Canary(Request, frozen=True, kw_only=True):
+    """An adapter with a large effect that no request can name; the buffer holds its safetensors bytes. The server keeps
+    it, and repeats it after each start of the engine and each wake, before it serves. Reply: `CanaryScored`.
+    """
+
+    sha256: str
+    adapter_config: dict[str, object]
+    """PEFT's adapter_config.json."""
+    rows: tuple[TokenIds, ...]
+    """What to score. Joined, they are the prefix that is cached under the base model and then read under the canary."""
+
+
+class CanaryScored(Message, frozen=True, kw_only=True):
+    """Reply to `Canary`. base, adapted: untempered logprobs of each row's tokens but the first, without and with it.
+
+    sampled: logprobs of some tokens as they were sampled over the cached prefix, at temperature 1; rescored: of the
+    same tokens when they are scored, which bypasses the cache.
+    """
+
+    base: tuple[Logprobs, ...]
+    adapted: tuple[Logprobs, ...]
+    sampled: Logprobs
+    rescored: Logprobs
+    load_s: float
 
 
 class Sleep(Request, frozen=True, kw_only=True):
@@ -285,8 +309,8 @@ class Stats(Message, frozen=True, kw_only=True):
 
 
 DataRequest = Generate | Score | Cancel
-ControlRequest = Hello | Lease | Ping | PublishAdapter | Sleep | Wake | Status | Shutdown | Subscribe | Cancel
-Reply = Welcome | Pulse | AdapterLoaded | Slept | ServerStatus | Done | Generated | Scored | Failure
+ControlRequest = Hello | Lease | Ping | PublishAdapter | Canary | Sleep | Wake | Status | Shutdown | Subscribe | Cancel
+Reply = Welcome | Pulse | AdapterLoaded | CanaryScored | Slept | ServerStatus | Done | Generated | Scored | Failure
 Event = AdapterLoaded | EngineDied | EngineRestarted | Stats
 
 _ToServer = Union[DataRequest, ControlRequest, Ack]  # noqa: UP007 (msgspec wants one flat union)

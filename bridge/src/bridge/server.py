@@ -275,7 +275,7 @@ def _decode(socket: "_Socket", header: bytes, call: Call) -> p.DataRequest | p.C
     message = p.decode_to_server(header)
     if not isinstance(message, socket.accepts):  # type: ignore[arg-type]
         raise ProtocolMismatch(f"{type(message).__name__} does not belong on the {socket.name} socket.")
-    if call.buffer is not None and not isinstance(message, p.PublishAdapter):
+    if call.buffer is not None and not isinstance(message, p.PublishAdapter | p.Canary):
         raise ProtocolMismatch(f"{type(message).__name__} has no buffer.")
     return message
 

@@ -214,6 +214,13 @@ class Adapters:
             self.newest = 0
             self._let_go(lambda number: number != 0)
 
+    @contextlib.asynccontextmanager
+    async def room_for_a_guest(self) -> AsyncIterator[None]:
+        """Hold a place in the engines for an adapter that is loaded, asked and unloaded meanwhile, and never served."""
+        async with self._publishing:
+            await self._until_there_is_room()
+            yield
+
     async def close(self) -> None:
         """Stop retiring; the files go with the spool."""
         for task in self._tasks:

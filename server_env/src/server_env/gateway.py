@@ -17,6 +17,7 @@ from bridge.security import ServerKeys, new_keys
 from bridge.server import BridgeLimits, BridgeServer
 from server_env.adapters import AdapterLimits, Adapters
 from server_env.cache import EngineCache
+from server_env.canary import CanaryCheck
 from server_env.config import ServerFile
 from server_env.engine import Engine
 from server_env.engine_process import EngineProcess
@@ -74,6 +75,8 @@ class Gateway:
         self._adapters = Adapters(self._replicas, spool, BaseModel.read(engines[0].model), limits)
         self._service.replicas = self._replicas
         self._service.adapters = self._adapters
+        self._service.canary = CanaryCheck(self._adapters, file.server.load_timeout_s, self._service.metrics.proved)
+        self._replicas.prove = self._service.canary.require_the_same
         self._service.sleeper = Sleeper(self._replicas)
 
     def _process(self, number: int, engine: Engine, gpus: Mapping[str, str]) -> EngineProcess:

@@ -18,13 +18,14 @@ KINDS: Mapping[type[p.Message], str] = {
     p.Generate: "generate",
     p.Score: "score",
     p.PublishAdapter: "publish",
+    p.Canary: "canary",
     p.Sleep: "sleep",
     p.Wake: "wake",
 }
 """Requests that are counted: work for the engine. Heartbeats and questions about the server itself are not."""
 
-Proof = Literal["agrees", "disagrees", "inconclusive"]
-PROOFS: tuple[Proof, ...] = ("agrees", "disagrees", "inconclusive")
+Proof = Literal["agrees", "disagrees"]
+PROOFS: tuple[Proof, ...] = ("agrees", "disagrees")
 
 _REQUEST_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
 _ADAPTER_BUCKETS_S = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 3, 10, 30, 120)
@@ -71,7 +72,9 @@ class Metrics:
         self._load = self._histogram(
             "tandem_adapter_load_seconds", "Loading an adapter into the running engine.", _ADAPTER_BUCKETS_S
         )
-        self._proofs = self._counter("tandem_proofs", "Proofs that server and trainer hold the same policy.", "outcome")
+        self._proofs = self._counter(
+            "tandem_proofs", "Engines asked whether they still compute what they did.", "outcome"
+        )
         self._proof = self._histogram("tandem_proof_seconds", "One such proof.", _REQUEST_BUCKETS_S)
         self._sleep = self._histogram(
             "tandem_engine_sleep_seconds", "Finishing what was in flight and giving memory back.", _SLEEP_BUCKETS_S
@@ -110,7 +113,7 @@ class Metrics:
             self._load.observe(loaded.load_s)
 
     def proved(self, outcome: Proof, seconds: float) -> None:
-        """Server and trainer were compared."""
+        """An engine was asked whether it computes what it did."""
         self._proofs.labels(outcome).inc()
         self._proof.observe(seconds)
 

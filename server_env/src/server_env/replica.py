@@ -1,6 +1,7 @@
 """One engine of several that are alike: which adapters its present life holds, whether it sleeps, how busy it is."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,10 @@ class Group(Protocol):
 
     def live_adapters(self) -> Mapping[str, Path]:
         """What requests may name: names and folders."""
+        ...
+
+    async def prove(self, engine: Engine) -> None:
+        """Raise EngineFailed unless an engine that serves nobody yet computes what the others do."""
         ...
 
     def changed(self) -> None:
@@ -92,9 +97,9 @@ class Replica:
         """Whether it can be asked under that name; the base model's is empty."""
         return not adapter or adapter in self._life.adapters
 
-    def takes(self, adapter: str) -> bool:
-        """Whether a request under that name may go to it now."""
-        return self.supervisor.available and self.holds(adapter) and self._slots.room_for(adapter)
+    def takes(self, adapter: str, *, as_guest: bool = False) -> bool:
+        """Whether a request under that name may go to it now. as_guest: the request brings the adapter along."""
+        return self.supervisor.available and (as_guest or self.holds(adapter)) and self._slots.room_for(adapter)
 
     async def ask(self, work: Callable[[Engine], Awaitable[T]], adapter: str, sequences: int) -> T:
         """The result of a request that it takes. Raises EngineGone when it is lost."""
@@ -110,8 +115,16 @@ class Replica:
         await self._change(lambda engine: self._load(engine, name, path))
 
     async def turn(self, level: Level) -> None:
-        """Go round to that level. Raises EngineFailed, and EngineGone once it is known whether it lives."""
-        await self._change(lambda engine: self._turn(engine, level))
+        """Go round to that level. Raises EngineFailed, and EngineGone once it is known whether it lives.
+
+        One that has woken up and does not compute what the others do is replaced.
+        """
+        await self._change(lambda engine: self._turn(engine, level, self._proven_or_replaced))
+
+    async def prove(self) -> None:
+        """Have it show that it computes what the others do; one that does not is replaced."""
+        with contextlib.suppress(EngineGone):
+            await self._change(self._proven_or_replaced)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. An engine that cannot is replaced."""
@@ -132,19 +145,20 @@ class Replica:
 
         Raises EngineFailed, EngineGone.
         """
+        await self._group.prove(engine)
         life = self._life = Life()
         while True:
             live = self._group.live_adapters()
             missing = next((name for name in live if name not in life.adapters), "")
             stale = next((name for name in life.adapters if name not in live), "")
             if (missing or stale) and life.level == "asleep":
-                await self._turn(engine, "weights")
+                await self._turn(engine, "weights", self._group.prove)
             elif stale:
                 await self.unload_adapter(stale)
             elif missing:
                 await self._load_again(engine, missing, live[missing])
             elif life.level != self._group.level:
-                await self._turn(engine, self._group.level)
+                await self._turn(engine, self._group.level, self._group.prove)
             else:
                 return
 
@@ -192,7 +206,15 @@ class Replica:
         except Refused as error:
             raise EngineFailed(f"Adapter {name}, which served before, does not load: {error.what}") from None
 
-    async def _turn(self, engine: Engine, level: Level) -> None:
+    async def _proven_or_replaced(self, engine: Engine) -> None:
+        number = self.supervisor.life
+        try:
+            await self._group.prove(engine)
+        except EngineFailed as error:
+            await self.supervisor.replace(number, f"an engine does not compute what it should: {error.what}")
+            raise EngineGone(error.what) from error
+
+    async def _turn(self, engine: Engine, level: Level, prove: Callable[[Engine], Awaitable[None]]) -> None:
         life = self._life
         while life.level != level:
             match life.level:
@@ -204,4 +226,5 @@ class Replica:
                     life.level = "weights"
                 case "weights":
                     await engine.wake()
+                    await prove(engine)
                     life.level = "awake"

@@ -41,12 +41,16 @@ class Observer(Protocol):
 
 
 class Replicas:
-    """The engines. live_adapters: what requests may name, and so what an engine must hold before it serves."""
+    """The engines. live_adapters: what requests may name, and so what an engine must hold before it serves.
+
+    prove: raises EngineFailed for an engine that does not compute what it should; called after each start and wake.
+    """
 
     def __init__(self, processes: Sequence[EngineProcess], observer: Observer, server: ServerConfig) -> None:
         self.level: Level = "awake"
         self.waiting = 0
         """Requests for which no engine has room just now."""
+        self.prove: Callable[[Engine], Awaitable[None]] = _nothing_to_prove
         self.live_adapters: Callable[[], Mapping[str, Path]] = dict
         self._observer = observer
         self._change = asyncio.Event()
@@ -115,13 +119,21 @@ class Replicas:
         """Kill all now, and whatever is stopped from here on."""
         await _each(replica.supervisor.hurry() for replica in self._all)
 
-    async def call(self, work: Callable[[Engine], Awaitable[T]], *, adapter: str = "", sequences: int = 1) -> T:
+    async def call(
+        self,
+        work: Callable[[Engine], Awaitable[T]],
+        *,
+        adapter: str = "",
+        sequences: int = 1,
+        as_guest: bool = False,
+    ) -> T:
         """The result of work on one engine, asked again (MAX_TRIES) of another one when that is lost.
 
-        adapter: the name under which it asks; sequences: how much work that is. Raises EngineFailed.
+        adapter: the name under which it asks; sequences: how much work that is; as_guest: it loads that adapter itself,
+        and unloads it. Raises EngineFailed.
         """
         for tries_left in reversed(range(MAX_TRIES)):
-            replica = await self._least_busy(adapter)
+            replica = await self._least_busy(adapter, as_guest=as_guest)
             try:
                 return await replica.ask(work, adapter, sequences)
             except EngineGone as error:
@@ -146,6 +158,11 @@ class Replicas:
         self.level = level
         await self._change_all(lambda r: r.turn(level), lambda r: r.level == level, f"being {level}")
 
+    async def prove_all(self, but: Engine) -> None:
+        """Have all engines that serve, but one, show that they compute what they should; replace those that do not."""
+        others = [replica for replica in self._all if replica.serves and replica.supervisor.engine is not but]
+        await asyncio.gather(*(replica.prove() for replica in others))
+
     # ---- what becomes of one (see replica.Group) ---------------------------------------------------------------------
 
     def changed(self) -> None:
@@ -169,10 +186,10 @@ class Replicas:
 
     # ---- choosing ----------------------------------------------------------------------------------------------------
 
-    async def _least_busy(self, adapter: str) -> Replica:
+    async def _least_busy(self, adapter: str, *, as_guest: bool) -> Replica:
         self.waiting += 1
         try:
-            while not (free := [replica for replica in self._all if replica.takes(adapter)]):
+            while not (free := [replica for replica in self._all if replica.takes(adapter, as_guest=as_guest)]):
                 await self._until_changed()
         finally:
             self.waiting -= 1
@@ -209,6 +226,10 @@ class Replicas:
             lost += bool(errors)
             if lost == MAX_TRIES:
                 raise _lost(next(iter(errors)), f"{what}: {next(iter(errors.values()))}")
+
+
+async def _nothing_to_prove(_engine: Engine) -> None:
+    pass
 
 
 def _lost(replica: Replica, what: str) -> EngineFailed:

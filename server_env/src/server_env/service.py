@@ -9,6 +9,7 @@ from bridge import protocol as p
 from bridge.errors import BridgeError, EngineFailed, ProtocolMismatch, Refused
 from bridge.server import Call
 from server_env.adapters import Adapters
+from server_env.canary import CanaryCheck
 from server_env.config import ServerFile
 from server_env.lease import LeaseBook
 from server_env.metrics import EngineFigures, Figures, Metrics
@@ -24,6 +25,7 @@ class Service:
     http_url = ""
     metrics_url = ""
     adapters: Adapters
+    canary: CanaryCheck
     sleeper: Sleeper
     replicas: Replicas
 
@@ -60,10 +62,10 @@ class Service:
                 return await self._about_the_server(request)
             case p.PublishAdapter():
                 return await self._publish(request, call.buffer)
-            case p.Sleep():
-                return await self._turn(self.sleeper.sleep)
-            case p.Wake():
-                return await self._turn(self.sleeper.wake)
+            case p.Canary():
+                return await self.canary.answer(request, call.buffer, self.sleeper)
+            case p.Sleep() | p.Wake():
+                return await self._turn(self.sleeper.sleep if isinstance(request, p.Sleep) else self.sleeper.wake)
         raise ProtocolMismatch(f"This server does not know what to do with {type(request).__name__}.")
 
     def end(self, why: str) -> None:

@@ -10,13 +10,15 @@ import torch
 class Figures:
     """Means over the completion tokens of one optimizer step, before any truncation. None: there was no token.
 
-    ratio_mean: of exp(trainer's logprob - server's logprob). dlogp_mean_abs: of its absolute difference.
-    oldest_version: that sampled one of the step's rows.
+    ratio_mean: of exp(trainer's logprob - server's logprob); ratio_error: the standard error of that mean.
+    dlogp_mean_abs: of its absolute difference. oldest_version: that sampled one of the step's rows.
     """
 
     ratio_mean: float | None
     dlogp_mean_abs: float | None
     oldest_version: int | None
+    ratio_error: float | None = None
+    tokens: int = 0
 
 
 class Agreement:
@@ -30,20 +32,26 @@ class Agreement:
         """Add a micro-batch. trainer, server, mask: (rows, tokens); versions: (rows,), of the adapters that sampled."""
         kept = mask.bool()
         difference = torch.where(kept, trainer.detach().double() - server.double(), 0.0)
-        sums = torch.stack(
-            [torch.where(kept, difference.exp(), 0.0).sum(), difference.abs().sum(), kept.sum().double()]
-        )
+        ratios = torch.where(kept, difference.exp(), 0.0)
+        sums = torch.stack([ratios.sum(), ratios.square().sum(), difference.abs().sum(), kept.sum().double()])
         self._sums = sums if self._sums is None else self._sums + sums
         oldest = versions.min()
         self._oldest = oldest if self._oldest is None else torch.minimum(self._oldest, oldest)
 
     def take(self) -> Figures:
         """The step's figures; the next step starts from nothing."""
-        sums, oldest, self._sums, self._oldest = self._sums, self._oldest, None, None
-        version = None if oldest is None else int(oldest)
-        if sums is None:
+        figures = self.figures()
+        self._sums = self._oldest = None
+        return figures
+
+    def figures(self) -> Figures:
+        """The figures of the step so far."""
+        version = None if self._oldest is None else int(self._oldest)
+        if self._sums is None:
             return Figures(None, None, version)
-        ratios, differences, tokens = sums.tolist()
-        if not tokens or not math.isfinite(ratios):
+        ratios, squares, differences, tokens = self._sums.tolist()
+        if not tokens or not math.isfinite(squares):
             return Figures(None, None, version)
-        return Figures(ratios / tokens, differences / tokens, version)
+        mean = ratios / tokens
+        error = math.sqrt(max(0.0, squares / tokens - mean * mean) / tokens)
+        return Figures(mean, differences / tokens, version, error, int(tokens))

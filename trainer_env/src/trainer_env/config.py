@@ -173,6 +173,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     timeout_s: Positive = 300.0
     publish_timeout_s: Positive = 60.0
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    on_sync_mismatch: Literal["stop", "warn"] = "stop"
+    """When the proof of sync finds that the server does not compute the policy that is trained."""
 
 
 class EvaluationConfig(Section, frozen=True, kw_only=True):

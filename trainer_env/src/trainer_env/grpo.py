@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -161,15 +162,26 @@ def build_trainer(
     from trl import GRPOTrainer
 
     from trainer_env.agreement import Agreement
+    from trainer_env.prover import Prover
     from trainer_env.scoring import Scoring
     from trainer_env.step_report import StepReport
     from trainer_env.trl_shim import using_sampling_logprobs
 
     agreement, scoring = Agreement(), Scoring(rewards)
+    prover = Prover(
+        publisher.server,
+        policy.model,
+        config.run_dir,
+        on_mismatch=config.rollout.on_sync_mismatch,
+        tell=tracker.status,
+        publish_dtype=config.rollout.publish_dtype,
+        timeout_s=config.rollout.timeout_s,
+    )
     report = StepReport(
         model=policy.model,
         rollouts=rollouts,
         publisher=publisher,
+        prover=prover,
         agreement=agreement,
         scoring=scoring,
         tracker=tracker,
@@ -192,8 +204,30 @@ def build_trainer(
         if trainer.accelerator.is_main_process:
             publisher.publish(trainer.state.global_step, policy.model)
 
-    trainer.use_rollouts(rollouts, agreement, publish)
+    trainer.use_rollouts(rollouts, agreement, publish, lambda: _untempered(trainer, policy.model.get_base_model()))
+    prover.scorer = trainer.untempered_logprobs
+    rollouts.observer = prover if trainer.accelerator.is_main_process else None
     return trainer
+
+
+@contextmanager
+def _untempered(trainer: Any, base: Any) -> Iterator[None]:
+    """Logprobs of the trainer at temperature 1. base: the model under the adapter.
+
+    Unsloth reads the trainer's temperature at each call; TRL has built it into the model's forward.
+    """
+    from trl.trainer import add_fused_lm_head
+
+    if trainer.temperature == 1:
+        yield
+        return
+    temperature, forward = trainer.temperature, base.forward
+    trainer.temperature = 1.0
+    add_fused_lm_head(base, cast_lm_head_to_fp32=trainer.args.cast_lm_head_to_fp32)
+    try:
+        yield
+    finally:
+        trainer.temperature, base.forward = temperature, forward
 
 
 def _arguments(config: TrainConfig, reward_weights: list[float]) -> Any:

@@ -81,7 +81,7 @@ class Publisher:
     """
 
     def __init__(self, server: Server, *, timeout_s: float = 60.0, dtype: str = "float32") -> None:
-        self._server = server
+        self.server = server
         self._timeout_s = timeout_s
         self._dtype = dtype
         self.last: Published | None = None
@@ -103,7 +103,7 @@ class Publisher:
             self.last = Published(_base_model(model), "", 0.0, 0.0)
             return self.last.loaded
         started = time.perf_counter()
-        packed = pack(model, max_rank=self._server.welcome.limits.max_lora_rank, dtype=self._dtype)
+        packed = pack(model, max_rank=self.server.welcome.limits.max_lora_rank, dtype=self._dtype)
         request = PublishAdapter(
             version=version,
             sha256=packed.sha256,
@@ -111,10 +111,10 @@ class Publisher:
             deadline_s=self._timeout_s,
         )
         try:
-            loaded: AdapterLoaded = self._server.ask(request, packed.payload)
+            loaded: AdapterLoaded = self.server.ask(request, packed.payload)
         except BridgeError as error:
             error.what = f"Adapter version {version} does not serve: {error.what}"
-            error.log_path = error.log_path or self._server.welcome.log_path
+            error.log_path = error.log_path or self.server.welcome.log_path
             error.remedy = error.remedy or "That log says more. `--resume` goes on from the last checkpoint."
             raise
         if loaded.version != version:

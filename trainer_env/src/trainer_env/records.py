@@ -34,6 +34,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     load_ms: float | None = None
     """The engine's share of publish_ms."""
     proof: Proof | None = None
+    """Whether the version that sampled this batch, and the batch's ratio, were found to agree with the trainer."""
+    proof_ms: float | None = None
+    """The trainer's own time for the proof; most of it while completions were sampled anyway."""
     overlap: float | None = None
     """Share of the rollout that ran while the trainer trained, from 0 to 1."""
     sleep_s: float | None = None
@@ -85,3 +88,5 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the process that ended the run."""
     adapter: str | None
     restarts: int
+    proof: dict[Proof, int] = {}
+    """Steps by verdict."""

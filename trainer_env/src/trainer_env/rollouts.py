@@ -4,7 +4,7 @@ people and reward functions only, because decoding and encoding again changes to
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,6 +31,18 @@ class Server(Protocol):
 
     def submit(self, request: Request, buffer: bytes | memoryview | None = None) -> Future[Any]:
         """Ask without waiting. Cancelling the future cancels the request at the server."""
+        ...
+
+
+class Observer(Protocol):
+    """Who works while TRL's completions are sampled, and looks at them before they are trained on."""
+
+    def asked(self, step: int) -> None:
+        """They are being sampled. step: optimizer steps taken, and the newest adapter version."""
+        ...
+
+    def answered(self, step: int, sampled: Sequence[tuple[list[int], list[int]]]) -> None:
+        """They are here: (prompt, completion) a row. What this raises ends the run."""
         ...
 
 
@@ -83,6 +95,7 @@ class Rollouts:
         self.calls = 0
         self.batches: list[Batch] = []
         """What the calls for TRL brought; whoever reports a step takes them out."""
+        self.observer: Observer | None = None
         if self._reuse > max_staleness:
             raise ConfigError(
                 f"A generation batch is used for {self._reuse + 1} optimizer steps, so its last one is {self._reuse} "
@@ -97,7 +110,7 @@ class Rollouts:
         StaleVersion when the server sampled with a version that is too old, and the server's errors.
         """
         started = time.perf_counter()
-        step = trainer.state.global_step
+        step, observer = trainer.state.global_step, self.observer
         oldest = max(0, step + self._reuse - self._max_staleness)
         grpo = self._config.grpo
         sampling = Sampling(
@@ -119,7 +132,8 @@ class Rollouts:
                     deadline_s=self._config.rollout.timeout_s,
                 )
                 for prompt_ids, n in runs
-            ]
+            ],
+            meanwhile=(lambda: observer.asked(step)) if observer else None,
         )
         rows = [sample for group in groups for sample in group]
         for sample in rows:
@@ -137,8 +151,11 @@ class Rollouts:
                 tokens=sum(sum(sample.trained) for sample in rows),
             )
         )
+        all_prompt_ids = [prompt_ids for prompt_ids, n in runs for _ in range(n)]
+        if observer:
+            observer.answered(step, [(ids, row.token_ids) for ids, row in zip(all_prompt_ids, rows, strict=True)])
         result: dict[str, list[Any]] = {
-            "prompt_ids": [prompt_ids for prompt_ids, n in runs for _ in range(n)],
+            "prompt_ids": all_prompt_ids,
             "completion_ids": [sample.token_ids for sample in rows],
             "logprobs": [sample.logprobs for sample in rows],
             "finish_reason": [sample.finish_reason for sample in rows],
@@ -222,10 +239,12 @@ class Rollouts:
             **self._config.data.chat_template_kwargs,
         )
 
-    def _generate(self, requests: list[Generate]) -> list[list[Sample]]:
-        """Ask for all groups at once and wait for all. One that fails ends the others."""
+    def _generate(self, requests: list[Generate], meanwhile: Callable[[], None] | None = None) -> list[list[Sample]]:
+        """Ask for all groups at once and wait for all. One that fails ends the others. meanwhile: called first."""
         futures = [self._server.submit(request) for request in requests]
         try:
+            if meanwhile:
+                meanwhile()
             wait(futures, timeout=self._config.rollout.timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
             for future in futures:
                 if future.done():

@@ -1,7 +1,6 @@
 """What happens at the end of an optimizer step: the adapter is published, and the step's figures are recorded."""
 
 import time
-import warnings
 from collections.abc import Callable
 from threading import Event
 from typing import Any
@@ -10,18 +9,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from bridge.errors import SyncMismatch
 from trainer_env.agreement import Agreement, Figures
+from trainer_env.prover import Prover
 from trainer_env.publisher import Publisher
 from trainer_env.records import StepMetrics
 from trainer_env.rollouts import Batch, Rollouts
 from trainer_env.scoring import Scoring
 from trainer_env.tracking import Tracker
-
-FIRST_RATIO_TOLERANCE = 0.05
-"""How far the first on-policy ratio may be from 1. Rounding in bfloat16 moves the mean of a batch by 0.01 at most."""
-
-
-class RatioWarning(UserWarning):
-    """The first step's logprobs show that trainer and server do not compute the same policy."""
 
 
 class StepReport(TrainerCallback):
@@ -36,6 +29,7 @@ class StepReport(TrainerCallback):
         model: Any,
         rollouts: Rollouts,
         publisher: Publisher,
+        prover: Prover,
         agreement: Agreement,
         scoring: Scoring,
         tracker: Tracker,
@@ -45,6 +39,7 @@ class StepReport(TrainerCallback):
         self._model = model
         self._rollouts = rollouts
         self._publisher = publisher
+        self._prover = prover
         self._agreement = agreement
         self._scoring = scoring
         self._tracker = tracker
@@ -53,11 +48,15 @@ class StepReport(TrainerCallback):
         self._mark = 0.0
         self._step_s = 0.0
         self._carried: dict[str, float] = {}
-        self._checked = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
         self._mark = time.perf_counter()
+
+    def on_pre_optimizer_step(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
+        """A batch whose logprobs show another policy is not learned from."""
+        if state.is_world_process_zero:
+            self._prover.before_step(self._agreement.figures(), state.global_step)
 
     def on_step_end(self, _: Any, state: TrainerState, control: TrainerControl, **__: Any) -> TrainerControl:
         """Publish the adapter that this step made; end the run if asked to. The last step is always kept."""
@@ -83,10 +82,7 @@ class StepReport(TrainerCallback):
         batches, self._rollouts.batches = self._rollouts.batches, []
         figures = self._agreement.take()
         if state.is_world_process_zero:
-            self._publisher.require_change(
-                learning_rate=logs["learning_rate"], grad_norm=float(logs.get("grad_norm", 0.0))
-            )
-            self._warn_of_first_ratio(state.global_step, figures)
+            self._require_change(logs)
             metrics = self._metrics(state.global_step, logs, batches, figures)
             samples = self._scoring.samples(state.global_step, batches[-1].versions) if batches else []
             self._tracker.step(metrics, samples)
@@ -103,6 +99,7 @@ class StepReport(TrainerCallback):
         self._carried |= {
             key: logs[key] for key in ("reward", "reward_std", "completions/mean_length") if logs.get(key) is not None
         }
+        proof, proof_ms = self._prover.take()
         published = self._publisher.last
         assert published is not None, "a step ends with a publish"
         rollout_s, tokens = sum(batch.seconds for batch in batches), sum(batch.tokens for batch in batches)
@@ -122,20 +119,16 @@ class StepReport(TrainerCallback):
             train_s=max(0.0, self._step_s - rollout_s),
             publish_ms=published.publish_ms,
             load_ms=published.load_ms,
+            proof=proof,
+            proof_ms=proof_ms,
             generated_tokens=tokens,
             generated_tokens_per_s=tokens / rollout_s if rollout_s else None,
         )
 
-    def _warn_of_first_ratio(self, step: int, figures: Figures) -> None:
-        """On-policy, the ratio of the first step taken here is 1 but for rounding."""
-        if self._checked or figures.ratio_mean is None:
-            return
-        self._checked = True
-        if figures.oldest_version == step - 1 and abs(figures.ratio_mean - 1) > FIRST_RATIO_TOLERANCE:
-            warnings.warn(
-                f"The first step's importance ratio is {figures.ratio_mean:.3f}, and on-policy it should be 1: trainer "
-                "and server do not compute the same policy. Likely causes: another base model or quantization on one "
-                "side, logprobs that are not at the sampling temperature, an adapter that the engine ignores.",
-                RatioWarning,
-                stacklevel=2,
+    def _require_change(self, logs: dict[str, float]) -> None:
+        try:
+            self._publisher.require_change(
+                learning_rate=logs["learning_rate"], grad_norm=float(logs.get("grad_norm", 0.0))
             )
+        except SyncMismatch as error:
+            self._prover.mismatch(error)

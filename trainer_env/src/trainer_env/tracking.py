@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -94,6 +95,7 @@ class Tracker:
             wall_s=round(time.monotonic() - self._started, 3),
             adapter=str(adapter) if adapter else None,
             restarts=restarts,
+            proof=Counter(metrics.proof for metrics in self.steps if metrics.proof is not None),
         )
         write_atomically(self.run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
         if rewards:

@@ -8,7 +8,8 @@ To be removed once TRL applies its importance-sampling correction to the logprob
 `test_trl_ignores_sampling_logprobs_without_the_shim` in tests/trainer/test_shim.py fails.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -45,10 +46,19 @@ class _UsesSamplingLogprobs:
     vllm_mode: str
     vllm_generation: Any
 
-    def use_rollouts(self, rollouts: Rollouts, agreement: Agreement, publish: Callable[[], None]) -> None:
-        """Call once, after construction. publish: makes the server serve the weights as they are now."""
+    def use_rollouts(
+        self,
+        rollouts: Rollouts,
+        agreement: Agreement,
+        publish: Callable[[], None],
+        untempered: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Call once, after construction. publish: makes the server serve the weights as they are now. untempered: a
+        context in which the trainer's logprobs are those at temperature 1.
+        """
         self._rollouts = rollouts
         self._agreement = agreement
+        self._untempered = untempered
         self.use_vllm = True
         self.vllm_mode = "server"
         self.vllm_generation = _Sync(publish)
@@ -84,6 +94,16 @@ class _UsesSamplingLogprobs:
             self._agreement.add(self._logprobs_before_the_step(model, inputs), server, mask, inputs["sampled_version"])
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
+    def untempered_logprobs(self, rows: list[list[int]]) -> list[list[float]]:
+        """Of all tokens but each row's first, at temperature 1, computed as in training. rows: of one length."""
+        ids = torch.tensor(rows, device=self.accelerator.device)
+        tokens = ids.size(1) - 1
+        with torch.no_grad(), self._untempered(), _without_dropout(self.model):
+            logprobs = self._get_per_token_logps_and_entropies(  # type: ignore[attr-defined]
+                self.model, ids, torch.ones_like(ids), tokens
+            )[0]
+        return unpacked(logprobs, torch.ones_like(ids[:, :1]), tokens).tolist()
+
     def _logprobs_before_the_step(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """(rows, tokens). TRL's own figures when they are of these weights; a batch in reuse is scored once more."""
         logprobs = inputs.get("old_per_token_logps")
@@ -95,6 +115,19 @@ class _UsesSamplingLogprobs:
                     model, ids, attention, inputs["completion_ids"].size(1)
                 )[0]
         return unpacked(logprobs, inputs["prompt_mask"], inputs["completion_ids"].size(1))
+
+
+@contextmanager
+def _without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Everything else stays in training mode, as in the forward that is compared with the server."""
+    active = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.training]
+    for module in active:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in active:
+            module.train()
 
 
 def unpacked(logprobs: torch.Tensor, prompt_mask: torch.Tensor, tokens: int) -> torch.Tensor:
