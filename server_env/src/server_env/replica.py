@@ -38,7 +38,7 @@ class Group(Protocol):
         """What requests may name: names and folders."""
         ...
 
-    async def prove(self, engine: Engine) -> None:
+    def prove(self, engine: Engine, /) -> Awaitable[None]:
         """Raise EngineFailed unless an engine that serves nobody yet computes what the others do."""
         ...
 
