@@ -245,15 +245,15 @@ def run(fake: Fake, routes: dict[tuple[str, str], Callable], *, middlewares=(), 
     if "has-child" in fake.faults:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
         fake.journal("child", child=child.pid)
+    handle_signals = "ignores-sigterm" not in fake.faults
+    if not handle_signals:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "never-listens" in fake.faults:
         time.sleep(3600)
     if "slow-start" in fake.faults:
         time.sleep(float(fake.faults["slow-start"]))
     if nodes and nodes[0] > 1:
         meet(fake, *nodes)
-    handle_signals = "ignores-sigterm" not in fake.faults
-    if not handle_signals:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     app = web.Application(client_max_size=64 << 20, middlewares=middlewares)
     app["fake"] = fake
     for (method, route), handler in routes.items():

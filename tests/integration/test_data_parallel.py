@@ -263,11 +263,13 @@ async def test_people_see_the_figures_of_both_and_are_answered_by_either(tmp_pat
         await client.ask(generate(PROMPT))
         async with aiohttp.ClientSession(client.welcome.http_url) as http:
             for ready in (2, 1):
-                text = await (await http.get("/metrics")).text()
+                async with http.get("/metrics") as answer:
+                    text = await answer.text()
                 assert f"tandem_engines_ready {ready}\n" in text
                 for replica in range(ready):
                     assert f'_tokens_total{{replica="{replica}"' in text
-                assert (await http.get("/v1/models")).status == 200
+                async with http.get("/v1/models") as answer:
+                    assert answer.status == 200
                 if ready == 2:
                     await kill(client, 1)
                     await serving(client, 1)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import time
 
 import pytest
 
@@ -87,9 +88,11 @@ async def test_a_stubborn_part_is_killed_at_the_second_signal(tmp_path, model, n
     async with served(tmp_path, model, server=nodes, arguments=rank, fault=fault, wait=False) as node:
         await until(lambda: node.journal("child"), "the node's part to start")
         node.note_family()
+        started = time.monotonic()
         node.process.send_signal(signal.SIGTERM)
         node.process.send_signal(signal.SIGINT)
         assert await node.exited() == 0
+        assert time.monotonic() - started < 8
         await node.gone()
 
 
