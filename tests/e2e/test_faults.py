@@ -21,9 +21,9 @@ def reward(completions, **columns):
     calls += 1
     if calls == 1:
         Path({go!r}).unlink()
-    return [float("7" in completion) for completion in completions]
+    return [float(row % 2) for row in range(len(completions))]
 """
-"""The first reward lets the engine wait with the next rollout."""
+"""The first reward lets the engine wait with the next rollout. Every step has something to learn from."""
 
 KILLS = """
 import os, signal
@@ -37,7 +37,7 @@ def reward(completions, **columns):
     if calls == {at} and not Path({killed!r}).exists():
         Path({killed!r}).touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return [float("7" in completion) for completion in completions]
+    return [float(row % 2) for row in range(len(completions))]
 """
 
 

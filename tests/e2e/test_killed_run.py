@@ -16,7 +16,7 @@ def small_run_killed(lab):
     words = [*TRAIN, "--config", str(ROOT / "configs" / "smoke.toml"), "--run", "run", "--steps", str(STEPS)]
     for setting in (f"output_dir={output_dir}", *SETTINGS):
         words += ["--set", setting]
-    return kill_trainer(lab, lab.start(*words, output_dir=output_dir), (1, 4, 7), 0.5)
+    return kill_trainer(lab, lab.start(*words, output_dir=output_dir), (2, 5, 8), 0.5)
 
 
 def test_it_ends_well_with_each_step_once(small_run_killed):

@@ -31,7 +31,7 @@ output_dir = "{output_dir}"
 run = "run"
 model.name = "{model}"
 placement.mode = "cpu"
-rewards = [{{ function = "length" }}]
+rewards = [{{ function = "integer_answer" }}]
 server = {{ engine_command = {engine}, context_length = 512, keep_server_s = {keep}, seed = {seed}, lease_s = {lease} }}
 """
 

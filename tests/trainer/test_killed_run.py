@@ -47,7 +47,6 @@ def adapter(folder, run):
     return (folder / run / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_its_figures_are_those_of_a_whole_run_each_step_once(folder):
     whole, killed = (
