@@ -66,14 +66,11 @@ def test_the_proof_is_made_at_temperature_1_whatever_is_sampled_at(train, temper
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [["lora.use_rslora=true"], ["lora.lora_dropout=0.3", WARN], ["grpo.beta=0.05"], ["grpo.num_iterations=2"]],
+    "setting", ["lora.use_rslora=true", "lora.lora_dropout=0.1", "grpo.beta=0.05", "grpo.num_iterations=2"]
 )
-def test_other_settings_agree_as_well(train, settings):
-    with pytest.warns(SyncWarning, match="ratio") if WARN in settings else _nothing():
-        done = train("grpo.max_steps=4", *CONSTANT, *settings)
-    shifts = {step.proof for step in done.steps}
-    assert shifts <= ({"agrees", "disagrees"} if WARN in settings else {"agrees"})
+def test_other_settings_agree_as_well(train, setting):
+    done = train("grpo.max_steps=4", *CONSTANT, setting)
+    assert summary_of(done) == ["agrees"] * 4
 
 
 def test_a_resumed_run_has_the_same_probe_and_proves_the_version_that_it_goes_on_with(train, tiny):
@@ -259,9 +256,3 @@ def test_the_probe_is_short_and_fits_a_small_context(tmp_path):
 def _fresh(folder: Path) -> Path:
     (folder / "fresh").mkdir()
     return folder / "fresh"
-
-
-def _nothing():
-    import contextlib
-
-    return contextlib.nullcontext()
