@@ -265,9 +265,10 @@ async def test_people_see_the_figures_of_both_and_are_answered_by_either(tmp_pat
             for ready in (2, 1):
                 async with http.get("/metrics") as answer:
                     text = await answer.text()
-                assert f"tandem_engines_ready {ready}\n" in text
-                for replica in range(ready):
-                    assert f'_tokens_total{{replica="{replica}"' in text
+                for engine in range(2):
+                    assert f'tandem_engine_ready{{engine="{engine}"}} {float(engine < ready)}\n' in text
+                for engine in range(ready):
+                    assert f'_tokens_total{{engine="{engine}"' in text
                 async with http.get("/v1/models") as answer:
                     assert answer.status == 200
                 if ready == 2:
