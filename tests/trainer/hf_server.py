@@ -131,7 +131,7 @@ class HFServer:
 
     def _wrap(self, adapter_config: dict[str, object]) -> None:
         if not hasattr(self._model, "peft_config"):
-            config = LoraConfig.from_peft_type(**adapter_config)
+            config = LoraConfig.from_peft_type(**adapter_config | {"base_model_name_or_path": None})
             # A real server draws its random numbers elsewhere.
             with torch.random.fork_rng():
                 self._model = get_peft_model(self._model, config).eval()

@@ -171,7 +171,8 @@ def ratio_of(differences):
     ratios = [math.exp(d) for d in differences]
     n = len(ratios)
     mean = sum(ratios) / n
-    return proof.ratio(mean, math.sqrt(max(0.0, sum(x * x for x in ratios) / n - mean * mean) / n), n)
+    error = math.sqrt(max(0.0, sum(x * x for x in ratios) / n - mean * mean) / n)
+    return proof.ratio(mean, error, n, sum(map(abs, differences)) / n)
 
 
 def test_the_ratio_of_honest_batches_of_any_size_is_no_alarm():
@@ -185,7 +186,8 @@ def test_the_ratio_of_honest_batches_of_any_size_is_no_alarm():
 def test_a_ratio_that_is_off_is_an_alarm():
     rng = random.Random(5)
     assert ratio_of([x - 0.1 for x in noise(rng)]).verdict == "disagrees"
-    assert proof.ratio(math.nan, math.nan, 100).verdict == "disagrees"
+    assert ratio_of([rng.gauss(0, 1) for _ in range(50)]).verdict == "disagrees"
+    assert proof.ratio(math.nan, math.nan, 100, 0.0).verdict == "disagrees"
 
 
 def test_the_first_of_several_checks_says_what_is_known_and_any_can_object():

@@ -50,6 +50,7 @@ out, by a sigma or two."""
 RATIO_OFF = 0.05
 RATIO_ERRORS = 4.0
 RATIO_TOKENS = 8
+APART_TOKENS = 16
 """On-policy, the expectation of the ratio is exactly 1, whatever the rounding. A batch's mean may be off by RATIO_OFF
 and by so many of its standard errors, which a single odd token raises as much as the mean."""
 
@@ -149,15 +150,20 @@ def cached_prefix(sampled: Logprobs, rescored: Logprobs, noise: float) -> Findin
     )
 
 
-def ratio(mean: float, error: float, tokens: int) -> Finding:
-    """Whether an on-policy batch's importance ratio is 1. error: the standard error of its mean."""
+def ratio(mean: float, error: float, tokens: int, apart: float) -> Finding:
+    """Whether an on-policy batch's importance ratio is 1.
+
+    error: the standard error of its mean. apart: mean difference of the logprobs, for ratios that scatter too much to
+    have a mean.
+    """
     bound = RATIO_OFF + RATIO_ERRORS * error
-    good = tokens < RATIO_TOKENS or abs(mean - 1) <= bound
+    near = tokens < RATIO_TOKENS or abs(mean - 1) <= bound
+    together = tokens < APART_TOKENS or apart <= BASE_APART
     return Finding(
         "ratio",
-        "agrees" if good else "disagrees",
+        "agrees" if near and together else "disagrees",
         f"the importance ratio of an on-policy batch is {mean:.3f} over {tokens} tokens, where {1 - bound:.3f} to "
-        f"{1 + bound:.3f} is allowed",
+        f"{1 + bound:.3f} is allowed, and the logprobs are {apart:.3f} apart in the mean, where {BASE_APART:g} is",
         "The server reports logprobs that are not at the sampling temperature, or those of another policy.",
     )
 

@@ -96,9 +96,10 @@ class Prover:
 
         step: optimizer steps taken so far. Raises as `answered` does.
         """
-        if figures.ratio_mean is None or figures.ratio_error is None or figures.oldest_version != step:
+        mean, error, apart = figures.ratio_mean, figures.ratio_error, figures.dlogp_mean_abs
+        if mean is None or error is None or apart is None or figures.oldest_version != step:
             return
-        found = proof.ratio(figures.ratio_mean, figures.ratio_error, figures.tokens)
+        found = proof.ratio(mean, error, figures.tokens, apart)
         self._ratio_is_off = found.verdict == "disagrees"
         self._conclude([found], step)
 
