@@ -301,6 +301,7 @@ def test_servers_that_die_again_and_again_end_the_run_in_seconds(lab, monkeypatc
     monkeypatch.setenv("TANDEM_FAKE_FAULT", "hangs")
     it = lab.start()
     answer = it.client.submit(generate(PROMPT, deadline_s=60.0))
+    killed = 0.0
     for times in range(1, 2 + module.MAX_RESTARTS):
         until(lambda times=times: len(lab.journal("asked")) == times, f"it is asked for the {times}. time")
         lab.kill_server()

@@ -111,8 +111,8 @@ def live(folder: Path, run: str, number: int, point: str, step: int) -> None:
             note(served=request.version, sha256=hashlib.sha256(payload).hexdigest())
             return super()._publish(request, payload)
 
-        def _generate(self, request: Any) -> Any:
-            reply = super()._generate(request)
+        def _generate(self, request: Any, version: int) -> Any:
+            reply = super()._generate(request, version)
             sampled = hashlib.sha256(repr(reply.completions).encode()).hexdigest()
             note(asked=request.prompt.hex(), version=reply.version, min_version=request.min_version, sampled=sampled)
             return reply

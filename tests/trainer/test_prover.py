@@ -3,7 +3,10 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -230,19 +233,35 @@ def test_a_passing_fault_is_asked_about_once_more_and_is_no_alarm(train, tiny):
     assert summary_of(done) == ["agrees"] * 4
 
 
+class Replaced(HFServer):
+    """Another server from version 2 on."""
+
+    canaries = 0
+
+    def _publish(self, request, payload):
+        if request.version == 2:
+            self.welcome = msgspec.structs.replace(self.welcome, server_uuid="another")
+        return super()._publish(request, payload)
+
+    def _answer_canary(self, request, payload):
+        self.canaries += 1
+        return super()._answer_canary(request, payload)
+
+
+def test_a_server_in_place_of_a_dead_one_is_proven_anew(train, tiny):
+    server = Replaced(tiny)
+    done = train(*CONSTANT, "grpo.max_steps=4", server=server)
+    assert server.canaries == 2
+    assert summary_of(done) == ["agrees"] * 4
+
+
 def test_only_an_on_policy_batch_must_have_a_ratio_of_1(tmp_path):
-    prover = Prover(HFServerStub(), None, tmp_path)
+    nobody: Any = SimpleNamespace(welcome=SimpleNamespace(log_path="server.log"))
+    prover = Prover(nobody, None, tmp_path)
     off = Figures(0.5, 0.7, 3, 0.01, 100)
     prover.before_step(off, 4)
     with pytest.raises(SyncMismatch, match="ratio check of adapter version 3"):
         prover.before_step(off, 3)
-
-
-class HFServerStub:
-    """Nobody is asked anything."""
-
-    class welcome:  # noqa: N801 (an attribute)
-        log_path = "server.log"
 
 
 def test_the_probe_is_short_and_fits_a_small_context(tmp_path):

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from bridge.protocol import Generate, Request, Sampling, Score, Welcome, pack_ids, unpack_ids, unpack_logprobs
+from bridge.protocol import Generate, Sampling, Score, pack_ids, unpack_ids, unpack_logprobs
 from trainer_env import proof
 from trainer_env.jsonl import write_atomically
+from trainer_env.server import Server
 
 FILE = "probe.json"
 ROWS = 2
@@ -21,23 +22,6 @@ Rows = list[list[int]]
 Scorer = Callable[[Rows], list[list[float]]]
 """The trainer's logprobs at temperature 1, under the weights as they are, of all tokens but each row's first. All rows
 have one length."""
-
-
-class Server(Protocol):
-    """The part of the bridge's blocking client that the proof needs."""
-
-    @property
-    def welcome(self) -> Welcome:
-        """What the server said about itself."""
-        ...
-
-    def ask(self, request: Request, buffer: bytes | memoryview | None = None) -> Any:
-        """The reply, or the error that the server answers with."""
-        ...
-
-    def submit(self, request: Request, buffer: bytes | memoryview | None = None) -> Future[Any]:
-        """Ask without waiting."""
-        ...
 
 
 def chosen(folder: Path, sampled: Sequence[tuple[list[int], list[int]]], max_context: int) -> Rows:

@@ -17,9 +17,10 @@ from bridge.protocol import Canary, CanaryScored, pack_ids, unpack_logprobs
 from trainer_env import proof
 from trainer_env.agreement import Figures
 from trainer_env.canary import CanaryWeights, borrowed
-from trainer_env.probe import Probe, Scorer, Server, chosen, joined
+from trainer_env.probe import Probe, Scorer, chosen, joined
 from trainer_env.proof import Check, Finding, Verdict
 from trainer_env.publisher import ADAPTER, pack
+from trainer_env.server import Server
 
 SIZING_TOKENS = 24
 CACHED_EVERY = 10
@@ -60,6 +61,7 @@ class Prover:
         self._timeout_s = timeout_s
         self._cached_every = cached_every
         self._probe: Probe | None = None
+        self._server_uuid = ""
         self._asked: list[Future[Any]] = []
         self._adapted: list[float] = []
         self._version = 0
@@ -73,16 +75,20 @@ class Prover:
 
     def asked(self, step: int) -> None:
         """Completions under version `step` are being sampled: score the probe meanwhile, here and there."""
+        self._begin_anew_with_another_server()
         if self._probe:
             with self._timed():
                 self._ask(self._probe, step)
 
     def answered(self, step: int, sampled: Sequence[tuple[list[int], list[int]]]) -> None:
-        """They are here, as (prompt, completion): say whether they may be trained on. The first begin with the canary.
+        """They are here, as (prompt, completion): say whether they may be trained on.
+
+        A server's first ones begin with the canary.
 
         Raises SyncMismatch, unless a mismatch is only to be warned of.
         """
         with self._timed():
+            self._begin_anew_with_another_server()
             if self._probe is None:
                 self._probe = self._begin(sampled)
                 self._ask(self._probe, step)
@@ -115,6 +121,12 @@ class Prover:
         return verdict, milliseconds
 
     # ---- the checks --------------------------------------------------------------------------------------------------
+
+    def _begin_anew_with_another_server(self) -> None:
+        """One that took a dead one's place has proven nothing yet."""
+        if self._server.welcome.server_uuid != self._server_uuid:
+            self._server_uuid = self._server.welcome.server_uuid
+            self._probe, self._version, self._asked = None, 0, []
 
     def _begin(self, sampled: Sequence[tuple[list[int], list[int]]]) -> Probe:
         """Score the probe under the base model, and see what a canary does to it."""

@@ -5,10 +5,11 @@ import json
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bridge.errors import BridgeError, Refused, StaleVersion, SyncMismatch
-from bridge.protocol import AdapterLoaded, PublishAdapter, Request, Welcome
+from bridge.protocol import AdapterLoaded, PublishAdapter
+from trainer_env.server import Server
 
 if TYPE_CHECKING:
     # Imported late at run time: what a run sets for torch and patches in peft comes first (grpo.import_unsloth).
@@ -36,19 +37,6 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "init_lora_weights": (True, False, "gaussian"),
 }
 """What a LoraConfig field must be for both engines to compute what the trainer does: the rest they drop or refuse."""
-
-
-class Server(Protocol):
-    """The part of the bridge's blocking client that publishing needs."""
-
-    @property
-    def welcome(self) -> Welcome:
-        """What the server said about itself."""
-        ...
-
-    def ask(self, request: Request, buffer: bytes | memoryview | None = None) -> Any:
-        """The reply, or the error that the server answers with."""
-        ...
 
 
 @dataclass(frozen=True)

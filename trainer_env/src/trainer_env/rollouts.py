@@ -5,13 +5,14 @@ people and reward functions only, because decoding and encoding again changes to
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bridge.errors import ConfigError, EngineFailed, StaleVersion, SyncMismatch, Timeout
-from bridge.protocol import Generate, Generated, Request, Sampling, Welcome, pack_ids, unpack_ids, unpack_logprobs
+from bridge.protocol import Generate, Generated, Sampling, pack_ids, unpack_ids, unpack_logprobs
 from trainer_env.config import TrainConfig
+from trainer_env.server import Server
 
 Prompt = str | list[dict[str, Any]]
 """Text, or a conversation for the chat template."""
@@ -19,19 +20,6 @@ Prompt = str | list[dict[str, Any]]
 GRACE_S = 1500.0
 """How much longer than a request's own deadline to wait for the client to report it. In that time a server that died is
 started again, and asked anew."""
-
-
-class Server(Protocol):
-    """The part of the bridge's blocking client that sampling needs."""
-
-    @property
-    def welcome(self) -> Welcome:
-        """What the server said about itself."""
-        ...
-
-    def submit(self, request: Request, buffer: bytes | memoryview | None = None) -> Future[Any]:
-        """Ask without waiting. Cancelling the future cancels the request at the server."""
-        ...
 
 
 class Observer(Protocol):
