@@ -1,6 +1,6 @@
 """The proof of sync on real engines: honest publishes raise no alarm, and sabotage of the way there is caught.
 
-The server half is real. The trainer's part is Hugging Face in float32; verdicts come from the functions that a run uses.
+The server half is real, the trainer's part is Hugging Face in float32, and the verdicts come from what a run uses.
 """
 
 import json
@@ -117,7 +117,10 @@ async def test_two_hundred_honest_publishes_raise_no_alarm(client, tiny, trainer
 
 
 def canary_adapter(tiny):
-    return lora_files.make(tiny, 5, rank=8, scale=0.12)
+    """Attention is slow to feel its queries and keys: theirs are larger, as a run's canary has them."""
+    adapter = lora_files.make(tiny, 5, rank=8, scale=0.12)
+    larger = ("q_proj.lora_B", "k_proj.lora_B")
+    return edited(adapter, lambda name, values: [8 * v for v in values] if any(x in name for x in larger) else values)
 
 
 def edited(adapter, change):
