@@ -12,6 +12,7 @@ from server_env import flags, vllm
 from server_env.config import ServerConfig
 from server_env.engine import Endpoint, EngineFacts
 from server_env.engine_http import KEEP_ALIVE_S, EngineHttp
+from server_env.gate import Gate
 from server_env.options import EngineOptions
 
 PROBE_PROMPT = (1,)
@@ -109,6 +110,7 @@ class VLLM:
         self._program = vllm.command(server.engine_command, headless=bool(self.options.headless))
         self._arguments = vllm.arguments(self.options, installed)
         self._http = EngineHttp("vLLM", "/health")
+        self._gate = Gate()
 
     def command(self, endpoint: Endpoint) -> list[str]:
         """What to run."""
@@ -165,14 +167,20 @@ class VLLM:
 
     async def generate(self, adapter: str, prompt: Sequence[int], n: int, sampling: Sampling) -> tuple[Completion, ...]:
         """N completions of one prompt."""
-        answer = await self._complete(_ask(adapter, prompt, n, sampling))
+        async with self._gate.shared():
+            answer = await self._complete(_ask(adapter, prompt, n, sampling))
         self._http.all_of(answer.choices, n, "completions")
         return tuple(self._completion(choice) for choice in sorted(answer.choices, key=lambda choice: choice.index))
 
     async def score(self, adapter: str, token_ids: Sequence[int]) -> list[float]:
-        """Untempered logprobs of all tokens but the first: vLLM scores prompts before temperature in every mode."""
+        """Untempered logprobs of all tokens but the first: vLLM scores prompts before temperature in every mode.
+
+        Under an adapter, and in a batch with any other request, vLLM 0.32 takes the batch's adapters for those of the
+        prompt's tokens and ends ("einsum(): subscript b has size 2 …").
+        """
         ask = _ask(adapter, token_ids, 1, Sampling(max_tokens=1))
-        answer = await self._complete(msgspec.structs.replace(ask, prompt_logprobs=0, logprobs=None))
+        async with self._gate.alone():
+            answer = await self._complete(msgspec.structs.replace(ask, prompt_logprobs=0, logprobs=None))
         found = answer.choices[0].prompt_logprobs or []
         self._http.all_of(found, len(token_ids), "scores")
         return [entry[token].logprob for token, entry in zip(token_ids[1:], found[1:], strict=True) if entry]

@@ -73,12 +73,21 @@ class Prover:
 
     # ---- while completions are sampled -------------------------------------------------------------------------------
 
-    def asked(self, step: int) -> None:
-        """Completions under version `step` are being sampled: score the probe meanwhile, here and there."""
+    def asking(self, step: int) -> None:
+        """Completions under version `step` are about to be asked for: first have the server score the probe.
+
+        An engine may have to score without anything else in flight, and waits for completions that came before.
+        """
         self._begin_anew_with_another_server()
         if self._probe:
             with self._timed():
                 self._ask(self._probe, step)
+
+    def asked(self) -> None:
+        """Completions are being sampled: score the probe here meanwhile."""
+        if self._probe and self._asked:
+            with self._timed():
+                self._adapted = self._probe.score()
 
     def answered(self, step: int, sampled: Sequence[tuple[list[int], list[int]]]) -> None:
         """They are here, as (prompt, completion): say whether they may be trained on.
@@ -92,6 +101,7 @@ class Prover:
             if self._probe is None:
                 self._probe = self._begin(sampled)
                 self._ask(self._probe, step)
+                self._adapted = self._probe.score()
             if self._asked:
                 self._judge(self._probe)
 
@@ -174,7 +184,6 @@ class Prover:
             return
         self._version = version
         self._asked = probe.ask(version)
-        self._adapted = probe.score()
 
     def _judge(self, probe: Probe) -> None:
         asked, self._asked = self._asked, []

@@ -25,8 +25,12 @@ started again, and asked anew."""
 class Observer(Protocol):
     """Who works while TRL's completions are sampled, and looks at them before they are trained on."""
 
-    def asked(self, step: int) -> None:
-        """They are being sampled. step: optimizer steps taken, and the newest adapter version."""
+    def asking(self, step: int) -> None:
+        """They are about to be asked for. step: optimizer steps taken, and the newest adapter version."""
+        ...
+
+    def asked(self) -> None:
+        """They are being sampled."""
         ...
 
     def answered(self, step: int, sampled: Sequence[tuple[list[int], list[int]]]) -> None:
@@ -109,6 +113,8 @@ class Rollouts:
             min_p=grpo.min_p,
             stop_token_ids=self._eos,
         )
+        if observer:
+            observer.asking(step)
         runs = [(self.encode(prompt), n) for prompt, n in _runs(prompts, grpo.num_generations)]
         groups = self._generate(
             [
@@ -121,7 +127,7 @@ class Rollouts:
                 )
                 for prompt_ids, n in runs
             ],
-            meanwhile=(lambda: observer.asked(step)) if observer else None,
+            meanwhile=observer.asked if observer else None,
         )
         rows = [sample for group in groups for sample in group]
         for sample in rows:
