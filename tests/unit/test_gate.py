@@ -26,6 +26,12 @@ async def test_shared_requests_come_together_and_the_other_kind_alone():
     assert most > 1
 
 
+async def test_an_open_gate_lets_everybody_through():
+    gate = Gate(open=True)
+    async with gate.shared(), gate.alone(), gate.alone(), gate.shared():
+        pass
+
+
 async def test_one_that_must_be_alone_is_not_overtaken_by_those_that_come_later():
     gate, order = Gate(), []
     go = asyncio.Event()

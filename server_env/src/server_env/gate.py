@@ -6,9 +6,13 @@ from collections.abc import AsyncIterator
 
 
 class Gate:
-    """Many at once through `shared`, or a single one through `alone`, which goes before those that come after it."""
+    """Many at once through `shared`, or a single one through `alone`, which goes before those that come after it.
 
-    def __init__(self) -> None:
+    open: lets everybody through at any time.
+    """
+
+    def __init__(self, *, open: bool = False) -> None:  # noqa: A002 (it reads so)
+        self._open = open
         self._inside = 0
         self._alone = False
         self._waiting = 0
@@ -17,7 +21,7 @@ class Gate:
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
         """Around a request that others may share a batch with."""
-        while self._alone or self._waiting:
+        while (self._alone or self._waiting) and not self._open:
             await self._next()
         self._inside += 1
         try:
@@ -31,7 +35,7 @@ class Gate:
         """Around a request with which no other may be in flight."""
         self._waiting += 1
         try:
-            while self._alone or self._inside:
+            while (self._alone or self._inside) and not self._open:
                 await self._next()
             self._alone = True
         finally:

@@ -110,7 +110,7 @@ class VLLM:
         self._program = vllm.command(server.engine_command, headless=bool(self.options.headless))
         self._arguments = vllm.arguments(self.options, installed)
         self._http = EngineHttp("vLLM", "/health")
-        self._gate = Gate()
+        self._gate = Gate(open=device != "cpu")
 
     def command(self, endpoint: Endpoint) -> list[str]:
         """What to run."""
@@ -176,7 +176,7 @@ class VLLM:
         """Untempered logprobs of all tokens but the first: vLLM scores prompts before temperature in every mode.
 
         Under an adapter, and in a batch with any other request, vLLM 0.32 takes the batch's adapters for those of the
-        prompt's tokens and ends ("einsum(): subscript b has size 2 …").
+        prompt's tokens and ends ("einsum(): subscript b has size 2 …"): on a CPU, that is, so there it has it alone.
         """
         ask = _ask(adapter, token_ids, 1, Sampling(max_tokens=1))
         async with self._gate.alone():
