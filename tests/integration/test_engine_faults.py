@@ -13,11 +13,13 @@ from bridge import protocol as p
 from bridge.errors import EngineFailed, Failure, PeerDied, Refused, StaleVersion
 from bridge.guard import processes
 from served import generate, score, served, tiny_model, until
+from server_env import sglang_http, vllm_http
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 PROMPT = [5, 6, 7, 8]
-LOAD = {"vllm": "/v1/load_lora_adapter", "sglang": "/load_lora_adapter"}
+NEEDED = {"vllm": vllm_http.NEEDED_ROUTES, "sglang": sglang_http.NEEDED_ROUTES}
+LISTENS = {"vllm": "--uds", "sglang": "--port"}
 
 
 @pytest.fixture
@@ -75,10 +77,14 @@ async def test_ports_that_are_always_taken_are_an_error(tmp_path, model):
         assert len(server.journal("start")) == 3
 
 
-async def test_a_missing_route_is_found_before_training_starts(tmp_path, model, backend):
-    async with served(tmp_path, model, fault=f"no-route:{LOAD[backend]}", wait=False) as server:
+@pytest.mark.parametrize("number", range(4))
+async def test_a_missing_route_is_found_before_training_starts(tmp_path, model, backend, number):
+    if number >= len(NEEDED[backend]):
+        pytest.skip("this engine is asked for fewer routes")
+    route = NEEDED[backend][number]
+    async with served(tmp_path, model, fault=f"no-route:{route}", wait=False) as server:
         assert await server.exited() == 1
-        assert f"has no route {LOAD[backend]}" in failure_of(server).what
+        assert f"has no route {route}" in failure_of(server).what
 
 
 async def test_logprobs_of_another_distribution_are_found_before_training_starts(tmp_path, model):
@@ -133,6 +139,15 @@ async def test_after_a_restart_every_live_version_is_what_it_was(tmp_path, model
         after = [await client.ask(score(PROMPT, version=v)) for v in (0, 2, 3)]
         assert before == after
         assert (await publish(client, model, 4)).version == 4
+
+
+async def test_each_life_listens_somewhere_else(tmp_path, model, backend):
+    """What a killed engine held may stay held for a while."""
+    async with served(tmp_path, model, fault="dies@1") as server:
+        assert (await (await server.client("run")).ask(generate(PROMPT))).completions
+        lives = [entry["argv"] for entry in server.journal("start")]
+    first, second = (argv[argv.index(LISTENS[backend]) + 1] for argv in lives)
+    assert first != second
 
 
 async def test_an_engine_that_always_dies_is_given_up_within_seconds_with_its_log(tmp_path, model):

@@ -11,6 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HALVES = {"server_env", "trainer_env"}
 TRAINING = {"unsloth", "trl"}
+ENGINES = {"vllm", "sglang", "sgl_kernel"}
+UNSAFE = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
+UNSAFE_CALLS = {"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "eval", "exec"}
 HEAVY = {"torch", "transformers", "peft", "unsloth", "trl", "vllm", "sglang", "numpy"}
 STANDARD = set(sys.stdlib_module_names)
 RUN_INSIDE = {"scripts/environments/probe_extensions.py"}
@@ -91,6 +94,27 @@ def test_only_grpo_imports_unsloth_and_trl():
 def test_nothing_outside_the_trainer_imports_what_trains(folder):
     bad = offences(folder, forbidden={"torch", *TRAINING})
     assert not [path for path in bad if not path.startswith(ENGINE_CHILD)]
+
+
+@pytest.mark.parametrize("folder", ["bridge/src", "server_env/src", "trainer_env/src", "scripts"])
+def test_no_module_of_ours_imports_an_engine(folder):
+    """They are asked over HTTP: what an engine moves inside cannot break us, and the trainer needs none of it."""
+    bad = offences(folder, forbidden=ENGINES)
+    assert not [path for path in bad if not path.startswith(ENGINE_CHILD) and path not in RUN_INSIDE]
+
+
+@pytest.mark.parametrize("folder", ["bridge/src", "server_env/src", "trainer_env/src"])
+def test_nothing_is_unpickled_or_run_as_code(folder):
+    assert not offences(folder, forbidden=UNSAFE)
+    called = {
+        (path.name, name)
+        for path in files(folder)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        for name in [getattr(node.func, "attr", getattr(node.func, "id", ""))]
+        if name in UNSAFE_CALLS
+    }
+    assert called <= {("trl_shim.py", "eval")}  # torch's: a module is put into its other mode.
 
 
 def test_scripts_import_the_standard_library_alone():

@@ -65,6 +65,14 @@ def test_every_message_to_the_server_comes_back_whole(type_):
     comes_back()
 
 
+def test_every_request_has_a_deadline_unless_it_is_taken_away():
+    requests = [type_ for type_ in TO_SERVER if issubclass(type_, p.Request)]
+    assert len(requests) == len(TO_SERVER) - 1  # An acknowledgement has no reply.
+    for type_ in requests:
+        (deadline,) = [field.default for field in msgspec.structs.fields(type_) if field.name == "deadline_s"]
+        assert 0 < deadline <= 600, type_
+
+
 @pytest.mark.parametrize("type_", TO_CLIENT, ids=lambda type_: type_.__name__)
 def test_every_message_to_the_client_comes_back_whole(type_):
     @given(values(type_))

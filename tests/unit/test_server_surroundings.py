@@ -185,6 +185,8 @@ def test_a_launchers_variables_and_growing_segments_do_not_reach_the_engine():
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_ALLOC_CONF": "a:1,expandable_segments:True,b:2",
         "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # Of the trainer's group; two jobs that take it from one shell would collide.
         "TORCHELASTIC_RUN_ID": "x",
         "PYTHONPATH": "/x",
         "OMP_NUM_THREADS": "1",
