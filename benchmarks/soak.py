@@ -46,8 +46,7 @@ HOPELESS = 20
 AHEAD = 2
 """Versions that the requests may be ahead of the publishes."""
 
-SPARE_DESCRIPTORS = 16
-VOCABULARY = 512
+SPARE_DESCRIPTORS, VOCABULARY = 16, 512
 
 
 @dataclass
@@ -241,8 +240,7 @@ async def soak(options: argparse.Namespace, folder: Path) -> Soak:
     else:
         venvs = Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")
         python = str(venvs / f"server-{options.backend}" / "bin" / "python")
-        script = ROOT / "tests" / "engines" / "make_tiny_model.py"
-        model = folder / "model"
+        script, model = ROOT / "tests" / "engines" / "make_tiny_model.py", folder / "model"
         subprocess.run([python, script, model], check=True, capture_output=True, timeout=300)  # noqa: ASYNC221
         program = [python, "-m", "server_env.cli"]
         section |= {"backend": options.backend, "dtype": "float32", "cpu_kv_gib": 1}
@@ -278,6 +276,8 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for tandem-server")
     parser.add_argument("--out", type=Path, help="a file for everything as JSON")
     options = parser.parse_args()
+    if options.kills > options.requests // 2 or min(options.concurrency, options.every, options.tokens) < 1:
+        parser.error("there must be two requests for each kill, and at least one of everything else")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tandem-soak-", ignore_cleanup_errors=True) as folder:
         it = asyncio.run(soak(options, Path(folder)))
@@ -290,7 +290,7 @@ def main() -> int:
     if options.out:
         found = {"seconds": seconds, "requests": it.finished, "publishes": it.serving, "load_ms": load}
         found |= {"tokens": it.tokens, "kills": it.kills, "problems": it.problems, "options": vars(options)}
-        found["samples"] = [asdict(sample) for sample in it.samples]
+        found |= {"samples": [asdict(sample) for sample in it.samples]}
         options.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
     return 1 if it.problems else 0
 
