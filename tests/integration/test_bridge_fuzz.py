@@ -25,7 +25,7 @@ from hostile import Batch, batches, frames_of, outcome
 FULL = os.environ.get("TANDEM_TEST_FULL") == "1"
 SERVER = Path(__file__).parents[1] / "fuzzed_server.py"
 
-GROWTH_BYTES = 12 << 20
+GROWTH_BYTES = 8 << 20
 """The answers that the server keeps (1 MiB), and what an allocator does not give back."""
 
 TOO_BIG = bytes((1 << 20) + 1)
