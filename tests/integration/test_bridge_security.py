@@ -13,8 +13,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from bridge import protocol as p
 from bridge.client import BridgeClient
@@ -442,75 +440,3 @@ async def test_bytes_that_are_not_even_zmq_do_not_disturb_the_server(world):
         with contextlib.suppress(OSError):
             await writer.wait_closed()
     assert await client.ask(generate("next")) == generated("next")
-
-
-# ---- fuzzing -------------------------------------------------------------------------------------------------------
-
-WORDS = st.sampled_from([type_.__name__ for type_ in (p.Generate, p.Score, p.Cancel, p.Ack, p.Ping, p.Subscribe)])
-FIELDS = st.sampled_from(["prompt", "n", "sampling", "version", "request_id", "deadline_s", "epoch", "other"])
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=5)
-    | st.binary(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-HEADERS = st.one_of(
-    st.binary(max_size=60),
-    st.builds(
-        lambda name, fields: msgspec.msgpack.encode({"type": name, **fields}), WORDS, st.dictionaries(FIELDS, VALUES)
-    ),
-)
-IDS = st.one_of(
-    st.binary(max_size=40),
-    st.integers(0, 3).map(lambda number: p.RequestId(b"n" * 16, number, 0).pack()),
-)
-FRAMES = st.one_of(
-    st.lists(st.binary(max_size=30), min_size=1, max_size=6),
-    st.tuples(IDS, HEADERS).map(list),
-    st.tuples(IDS, HEADERS, st.binary(max_size=9)).map(list),
-)
-
-
-def some(strategy: st.SearchStrategy, count: int) -> list:
-    """Examples of a strategy, in one go."""
-    found = []
-
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-    )
-    @given(strategy)
-    def collect(example):
-        found.append(example)
-
-    collect()
-    return found
-
-
-@pytest.mark.parametrize("socket", ["data", "control"])
-async def test_thousands_of_random_messages_leave_the_server_answering(tmp_path, socket, caplog):
-    async with new_world("ipc", tmp_path) as world:
-
-        async def echo(_message, _call):
-            return p.Done()
-
-        world.server._handler = echo
-        raw = world.raw(getattr(world.server, socket))
-        batches = some(st.lists(FRAMES, min_size=20, max_size=20), 100)
-        for batch in batches:
-            for frames in batch:
-                await raw.send(*frames)
-        last = p.RequestId(b"n" * 16, 1 << 50, 0).pack()
-        await raw.send(last, REQUEST if socket == "data" else p.encode(p.Ping()))
-        while (await raw.receive())[0] != last:
-            pass
-        assert world.server.dropped_frames > 500
-        assert not world.server._sockets[socket].running
-        assert "Traceback" not in caplog.text
