@@ -174,8 +174,8 @@ def test_a_killed_engine_costs_nothing_but_time(engine_killed):
 
 def test_a_killed_engine_is_named_in_the_trainers_log(engine_killed):
     log = (engine_killed.run_dir / "trainer.log").read_text()
-    assert "the engine died, and is started again" in log
-    assert "the engine is back" in log
+    assert "an engine died, and is started again" in log
+    assert "an engine is back" in log
 
 
 def test_an_engine_that_shifts_its_logprobs_shows_in_the_first_ratio(engine_killed):
