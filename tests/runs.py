@@ -142,8 +142,9 @@ class Run:
         self.until(lambda: len(self.journal(event)) >= count, f"the engine journals {event!r}, {count} times")
         return self.journal(event)
 
-    def journal(self, event: str) -> list[dict]:
-        return [entry for entry in self._lines(self.journal_path) if entry["event"] == event]
+    def journal(self, event: str = "") -> list[dict]:
+        """Entries of one kind, or all."""
+        return [entry for entry in self._lines(self.journal_path) if event in ("", entry["event"])]
 
     def interrupt(self, signum: int = signal.SIGINT) -> None:
         """SIGINT goes to the whole process group, as from a terminal; any other signal to the command alone."""
