@@ -34,7 +34,18 @@ def kill_worker(engine_pid):
     os.kill(max(family, key=lambda q: q.memory_info().rss).pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "sglang",
+        pytest.param(
+            "vllm",
+            marks=pytest.mark.skipif(
+                os.environ.get("TANDEM_TEST_FULL") != "1", reason="takes minutes: set TANDEM_TEST_FULL=1"
+            ),
+        ),
+    ],
+)
 async def test_one_of_two_is_killed_nothing_is_lost_and_it_comes_back_with_the_newest_version(
     backend, tiny, python_of, tmp_path
 ):
