@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import lora_files
 from bridge import protocol as p
 from bridge.client import BridgeClient
 from bridge.endpoint import read_connection
@@ -200,6 +201,12 @@ def generate(
         deadline_s=deadline_s,
         sampling=p.Sampling(**{"max_tokens": 4, **sampling}),
     )
+
+
+async def publish(client: Client, model: Path, version: int, seed: int | None = None, **changes: Any) -> Any:
+    """Publish a random adapter of its own for each seed, by default the version. changes: as for `lora_files.make`."""
+    adapter = lora_files.make(model, version if seed is None else seed, **changes)
+    return await client.ask(adapter.publish(version), adapter.data)
 
 
 def score(token_ids: list[int], *, version: int = -1, deadline_s: float = 20.0) -> p.Score:

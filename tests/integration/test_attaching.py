@@ -10,23 +10,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-import lora_files
 from bridge import protocol as p
 from bridge.endpoint import read_connection
 from bridge.errors import Refused, StaleVersion
-from served import FAKE, PROGRAM, generate, served, tiny_model, until, write_config
+from served import FAKE, PROGRAM, generate, publish, served, until, write_config
 
 PROMPT = [5, 6, 7, 8]
-
-
-@pytest.fixture
-def model(tmp_path):
-    return tiny_model(tmp_path / "model")
-
-
-async def publish(client, model, version):
-    adapter = lora_files.make(model, version)
-    return await client.ask(adapter.publish(version), adapter.data)
 
 
 # ---- the lease -------------------------------------------------------------------------------------------------------

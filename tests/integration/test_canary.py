@@ -8,17 +8,12 @@ import pytest
 import lora_files
 from bridge import protocol as p
 from bridge.errors import EngineFailed, Refused
-from served import generate, score, served, tiny_model, until
+from served import generate, score, served, until
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 ROWS = ([5, 6, 7, 8, 9], [9, 8, 7, 6])
 ENOUGH_S = 60.0
-
-
-@pytest.fixture
-def model(tmp_path):
-    return tiny_model(tmp_path / "model")
 
 
 def canary_of(adapter, rows=ROWS):

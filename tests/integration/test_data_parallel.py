@@ -10,25 +10,14 @@ from collections import Counter
 import aiohttp
 import pytest
 
-import lora_files
 from bridge import protocol as p
 from bridge.errors import EngineFailed
-from served import generate, score, served, tiny_model, until
+from served import generate, publish, score, served, until
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 PROMPT = [5, 6, 7, 8]
 TWO = {"data_parallel": 2}
-
-
-@pytest.fixture
-def model(tmp_path):
-    return tiny_model(tmp_path / "model")
-
-
-async def publish(client, model, version):
-    adapter = lora_files.make(model, version)
-    return await client.ask(adapter.publish(version), adapter.data)
 
 
 async def pids(client):

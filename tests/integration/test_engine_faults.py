@@ -12,7 +12,7 @@ import lora_files
 from bridge import protocol as p
 from bridge.errors import EngineFailed, Failure, PeerDied, Refused, StaleVersion
 from bridge.guard import processes
-from served import generate, score, served, tiny_model, until
+from served import generate, publish, score, served, until
 from server_env import sglang_http, vllm_http
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -20,16 +20,6 @@ pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = [5, 6, 7, 8]
 NEEDED = {"vllm": vllm_http.NEEDED_ROUTES, "sglang": sglang_http.NEEDED_ROUTES}
 LISTENS = {"vllm": "--uds", "sglang": "--port"}
-
-
-@pytest.fixture
-def model(tmp_path):
-    return tiny_model(tmp_path / "model")
-
-
-async def publish(client, model, version, **changes):
-    adapter = lora_files.make(model, version, **changes)
-    return await client.ask(adapter.publish(version), adapter.data)
 
 
 def failure_of(server) -> Failure:

@@ -14,22 +14,12 @@ from bridge import protocol as p
 from bridge.endpoint import how_to_read
 from bridge.errors import Refused
 from metrics_reader import read, read_until, session_of
-from served import generate, score, served, tiny_model
+from served import generate, publish, score, served
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 PROMPT = [5, 6, 7, 8]
 NATIVE = {"vllm": "vllm:generation_tokens_total", "sglang": "sglang:generation_tokens_total"}
-
-
-@pytest.fixture
-def model(tmp_path):
-    return tiny_model(tmp_path / "model")
-
-
-async def publish(client, model, version):
-    adapter = lora_files.make(model, version)
-    return await client.ask(adapter.publish(version), adapter.data)
 
 
 async def test_the_page_counts_what_was_asked_and_answered(tmp_path, model, backend):

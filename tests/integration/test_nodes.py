@@ -11,16 +11,11 @@ import pytest
 
 import lora_files
 from bridge import protocol as p
-from served import generate, served, tiny_model, until
+from served import generate, served, until
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 PROMPT = [5, 6, 7, 8]
-
-
-@pytest.fixture
-def model(tmp_path):
-    return tiny_model(tmp_path / "model")
 
 
 @pytest.fixture

@@ -8,21 +8,11 @@ import pytest
 import lora_files
 from bridge import protocol as p
 from bridge.errors import Refused, StaleVersion
-from served import generate, score, served, tiny_model, until
+from served import generate, publish, score, served, until
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 PROMPT = [5, 6, 7, 8]
-
-
-@pytest.fixture
-def model(tmp_path):
-    return tiny_model(tmp_path / "model")
-
-
-async def publish(client, model, version, seed=None, **changes):
-    adapter = lora_files.make(model, version if seed is None else seed, **changes)
-    return await client.ask(adapter.publish(version), adapter.data)
 
 
 async def scored(client, version=-1):

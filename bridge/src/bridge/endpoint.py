@@ -47,6 +47,12 @@ def how_to_read(metrics_url: str) -> str:
     return f"curl --unix-socket {socket_path} http://localhost/metrics"
 
 
+def for_people(http_url: str, metrics_url: str) -> list[str]:
+    """A line for each address that people may look at."""
+    lines = [f"OpenAI API: {http_url}/v1"] if http_url else []
+    return [*lines, f"metrics: {how_to_read(metrics_url)}"] if metrics_url else lines
+
+
 def private_dir(path: Path) -> Path:
     """Make (or take over) a directory that nobody else may enter. Raises ConfigError when it is not ours alone."""
     try:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from bridge.endpoint import Connection, how_to_read, ipc_address, private_dir, write_connection
+from bridge.endpoint import Connection, for_people, ipc_address, private_dir, write_connection
 from bridge.errors import ConfigError
 from bridge.protocol import Stats
 from bridge.security import ServerKeys, new_keys
@@ -152,7 +152,8 @@ class Gateway:
         write_connection(path, connection)
         self._stack.callback(path.unlink, missing_ok=True)
         print(f"tandem-server is ready: {path}", flush=True)
-        self._say_where()
+        for line in for_people(connection.http_url, connection.metrics_url):
+            print(line, flush=True)
         log.info("ready; data %s, control %s", bridge.data, bridge.control)
         watchers = [asyncio.create_task(self._service.watch_lease()), asyncio.create_task(self._tell_stats(bridge))]
         ended = asyncio.create_task(self._service.ended.wait())
@@ -177,12 +178,6 @@ class Gateway:
             self._service.metrics_url = await front.start(
                 self._scratch / "metrics.sock" if private else server.metrics_address
             )
-
-    def _say_where(self) -> None:
-        if self._service.http_url:
-            print(f"OpenAI API: {self._service.http_url}/v1", flush=True)
-        if self._service.metrics_url:
-            print(f"metrics: {how_to_read(self._service.metrics_url)}", flush=True)
 
     def _addresses(self) -> tuple[str, str, ServerKeys | None, tuple[str, str]]:
         """Data and control address, the keys of a tcp server, and the key pair of its client."""

@@ -29,7 +29,7 @@ or a model hub, in a few minutes.
 _EPILOG = """\
 examples:
   train.py                                             the demo, on whatever this machine has
-  train.py --run adding --set grpo.save_steps=8        name the run, and keep checkpoints along the way
+  train.py --backend sglang --run adding               the same job, sampled by SGLang, in runs/adding
   train.py --config configs/qwen-gsm8k.toml --check    check a config and print the plan; start nothing
   train.py --set grpo.learning_rate=1e-4 --steps 50    try another value without editing the file
   train.py --set model.name=Qwen/Qwen2.5-0.5B          any Hugging Face model

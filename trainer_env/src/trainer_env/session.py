@@ -8,7 +8,7 @@ from threading import Event
 from typing import Any, Self
 
 from bridge import protocol as p
-from bridge.endpoint import how_to_read
+from bridge.endpoint import for_people
 from bridge.errors import PeerDied
 from trainer_env import data, models, rewards
 from trainer_env.config import TrainConfig, to_toml
@@ -145,10 +145,8 @@ class Session:
         with self._phase(), self._timed("the server answers"):
             client = self._serving.connect()
         welcome = client.welcome
-        if welcome.http_url:
-            self.tracker.note(f"OpenAI API: {welcome.http_url}/v1")
-        if welcome.metrics_url:
-            self.tracker.note(f"metrics: {how_to_read(welcome.metrics_url)}")
+        for line in for_people(welcome.http_url, welcome.metrics_url):
+            self.tracker.note(line)
         self._rollouts = Rollouts(
             client,
             self._policy.tokenizer,
