@@ -41,7 +41,7 @@ step "ruff, pyright, envs.lock"
 "$dev/python" scripts/lock_envs.py check
 
 step "tests/unit tests/integration"
-"$dev/python" -m pytest -q tests/unit tests/integration
+"$dev/python" -m pytest -q -n 2 --dist loadscope tests/unit tests/integration # They mostly wait for processes.
 if [[ $mode == --quick ]]; then
     exit 0
 fi

@@ -16,9 +16,8 @@ import pytest_asyncio
 
 import lora_files
 from bridge import protocol as p
-from engines.alone import MODULES, engine_of, running
 from served import generate, score, served
-from server_env.canary import SAMPLED_TOKENS, over_a_cached_prefix
+from server_env.canary import SAMPLED_TOKENS
 from server_env.peft_adapter import read_header
 from trainer_env import proof
 
@@ -201,18 +200,3 @@ async def test_another_base_model_is_caught(client, tiny, trainer, tmp_path):
     path.write_bytes(data)
     adapter = canary_adapter(tiny)
     assert "base model" in objections(await verdicts(client, trainer, adapter, adapter, model))
-
-
-async def test_a_stale_prefix_cache_is_caught(tiny, python_of, tmp_path):
-    """vLLM caches under an adapter's name and path. Tandem uses no name twice; whoever did would get this."""
-    engine = engine_of("vllm", [str(python_of("vllm")), "-m", MODULES["vllm"]], tiny)
-    prefix = ROWS[0] + ROWS[1][:20]
-    folder = tmp_path / "same"
-    async with running(engine, tmp_path):
-        stale = []
-        for seed in (11, 12):
-            shutil.rmtree(folder, ignore_errors=True)
-            await engine.load_adapter("same", lora_files.make(tiny, seed, rank=8, scale=0.2).write(folder))
-            stale.append(proof.cached_prefix(*await over_a_cached_prefix(engine, "same", prefix), proof.NOISE_FLOOR))
-            await engine.unload_adapter("same")
-    assert [finding.verdict for finding in stale] == ["agrees", "disagrees"]

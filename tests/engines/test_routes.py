@@ -5,6 +5,7 @@ The fake stands in for real engines in tests of faults only; this is what keeps 
 
 import asyncio
 import contextlib
+import shutil
 import sys
 import uuid
 
@@ -16,7 +17,9 @@ from bridge.errors import Refused
 from bridge.protocol import Sampling, unpack_ids, unpack_logprobs
 from engines.alone import MODULES, engine_of, running
 from served import FAKE
+from server_env.canary import over_a_cached_prefix
 from server_env.engine import EngineGone
+from trainer_env import proof
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -159,6 +162,24 @@ async def test_an_unloaded_name_is_gone(engine, adapter):
         await engine.generate(adapter, PROMPT, 1, Sampling())
     with pytest.raises(Refused, match="404"):
         await engine.unload_adapter(adapter)
+
+
+async def test_a_name_used_twice_meets_a_stale_prefix_cache_on_vllm_and_the_proof_of_sync_says_so(
+    started, request, tiny, tmp_path
+):
+    """vLLM caches under an adapter's name and path, SGLang under each load. Tandem uses no name twice."""
+    engine, _ = started
+    expected = {"vllm": "disagrees", "sglang": "agrees"}
+    if (which := request.node.callspec.params["started"]) not in expected:
+        pytest.skip("the fake engines cache nothing")
+    folder, verdicts = tmp_path / "same", []
+    for seed in (11, 12):
+        shutil.rmtree(folder, ignore_errors=True)
+        await engine.load_adapter("same", lora_files.make(tiny, seed, rank=8, scale=0.2).write(folder))
+        found = await over_a_cached_prefix(engine, "same", [4 + 7 * i % 500 for i in range(68)])
+        verdicts.append(proof.cached_prefix(*found, proof.NOISE_FLOOR).verdict)
+        await engine.unload_adapter("same")
+    assert verdicts == ["agrees", expected[which]]
 
 
 async def test_an_adapter_that_is_not_there_or_does_not_fit_is_refused(engine, tiny, tmp_path):

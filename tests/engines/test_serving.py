@@ -24,7 +24,7 @@ PROMPT = [5, 6, 7, 8, 9]
 EOS = 2
 START_S = 600
 TOLERANCE = 1e-3
-SERVER = {"dtype": "float32", "context_length": 512, "cpu_kv_gib": 1, "stall_timeout_s": 40.0}
+SERVER = {"dtype": "float32", "context_length": 512, "cpu_kv_gib": 1, "stall_timeout_s": 20.0}
 """A KV cache of 1 GiB, and float32, in which the engine and Hugging Face agree to rounding."""
 
 

@@ -10,9 +10,11 @@ from trainer_env import config as configs
 from trainer_env import grpo, models
 from trainer_env.checkpoints import last_checkpoint, step_of
 from trainer_env.data import Example
+from trainer_env.ordering import Schedule
 from trainer_env.publisher import Publisher
 from trainer_env.rewards import Reward
 from trainer_env.rollouts import Rollouts
+from trainer_env.sampler import Sampler
 from trainer_env.tracking import Tracker
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
@@ -60,11 +62,10 @@ def train(
     server = server or HFServer(path)
     policy = grpo.load_policy(config, path)
     rollouts = Rollouts(
-        server,
-        policy.tokenizer,
+        Sampler(server, policy.tokenizer, config, eos_token_ids=policy.eos_token_ids),
         config,
+        Schedule(config, examples),
         max_staleness=config.max_staleness("cpu"),
-        eos_token_ids=policy.eos_token_ids,
     )
     checkpoint = last_checkpoint(config.run_dir / "checkpoints") if how.get("resume") else None
     tracker = Tracker(
@@ -78,7 +79,6 @@ def train(
         outcome = grpo.run(
             policy,
             config,
-            examples=examples,
             rewards=rewards,
             rollouts=rollouts,
             publisher=Publisher(server),

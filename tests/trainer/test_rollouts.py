@@ -8,8 +8,11 @@ from transformers import AutoTokenizer
 
 from bridge.errors import BridgeError, Busy, ConfigError, EngineFailed, StaleVersion, SyncMismatch, Timeout
 from bridge.protocol import Completion, Generated, Limits, pack_ids, pack_logprobs, unpack_ids
-from trainer_env import rollouts as module
+from trainer_env import sampler as module
+from trainer_env.data import Example
+from trainer_env.ordering import Schedule
 from trainer_env.rollouts import Rollouts
+from trainer_env.sampler import Sampler
 
 EOS = 2
 
@@ -54,8 +57,11 @@ class Server:
 
 @pytest.fixture
 def make(tokenizer, make_config):
-    def make(server, *overrides, max_staleness=0):
-        return Rollouts(server, tokenizer, make_config(*overrides), max_staleness=max_staleness)
+    def make(server, *overrides, max_staleness=0, examples=("x",), eos_token_ids=(), ranks=1, rank=0):
+        config = make_config("grpo.max_steps=20", "grpo.shuffle_dataset=false", *overrides)
+        schedule = Schedule(config, [Example(asked(text)) for text in examples], rank=rank, ranks=ranks)
+        sampler = Sampler(server, tokenizer, config, eos_token_ids=eos_token_ids)
+        return Rollouts(sampler, config, schedule, max_staleness=max_staleness)
 
     return make
 
@@ -97,10 +103,10 @@ def test_two_groups_of_one_prompt_stay_two_requests(make):
     assert [request.n for request in server.requests] == [4, 4]
 
 
-def test_sampling_is_what_the_config_says_and_ends_at_every_end_token(tokenizer, make_config):
+def test_sampling_is_what_the_config_says_and_ends_at_every_end_token(make):
     server = Server()
-    config = make_config("grpo.temperature=0.7", "grpo.max_completion_length=5", "rollout.timeout_s=9")
-    Rollouts(server, tokenizer, config, max_staleness=0, eos_token_ids=(2, 5))([asked("x")] * 4, trainer_at(0))
+    overrides = ("grpo.temperature=0.7", "grpo.max_completion_length=5", "rollout.timeout_s=9")
+    make(server, *overrides, eos_token_ids=(2, 5))([asked("x")] * 4, trainer_at(0))
     (request,) = server.requests
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.7, 5)
     assert request.sampling.stop_token_ids == (2, 5)
@@ -230,7 +236,7 @@ def test_a_model_without_a_chat_template_says_what_to_do(make, tokenizer, monkey
 def test_evaluation_is_greedy_and_under_the_version_it_names(make):
     server = Server(lambda request: answer(request, version=4))
     rollouts = make(server)
-    groups = rollouts.sample([asked("x"), asked("y")], version=4)
+    groups = rollouts.sampler.sample([asked("x"), asked("y")], version=4)
     assert [(request.n, request.sampling.temperature, request.version) for request in server.requests] == [
         (1, 0.0, 4)
     ] * 2

@@ -1,28 +1,65 @@
-"""How much GPU memory sleep gives back is measured, not believed."""
+"""How much GPU memory sleep gives back is measured, and waited for; it is not believed."""
 
-import os
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from server_env import gpu_memory
 from server_env.gpu_memory import used_bytes
 from server_env.sleeping import Sleeper
 
-NVIDIA_SMI = """#!/bin/sh
-echo "$@" > "{folder}/asked"
-cat "{folder}/used"
-"""
-MIB = 1 << 20
+
+class NVMLError(Exception):
+    pass
+
+
+class Driver:
+    """NVML as far as it is asked here. used: by GPU. later: readings of the first one that are still to come."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, *used):
+        self.used = list(used)
+        self.uuids = [f"GPU-{index}abc" for index in range(len(used))]
+        self.later = []
+
+    def nvmlInit(self):  # noqa: N802
+        pass
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return len(self.used)
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        if index >= len(self.used):
+            raise NVMLError
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        if uuid not in self.uuids:
+            raise NVMLError
+        return self.uuids.index(uuid)
+
+    def nvmlDeviceGetUUID(self, index):  # noqa: N802
+        return self.uuids[index]
+
+    def nvmlDeviceGetMemoryInfo(self, index):  # noqa: N802
+        if self.later and index == 0:
+            self.used[0] = self.later.pop(0)
+        return SimpleNamespace(used=self.used[index])
 
 
 @pytest.fixture
-def driver(tmp_path, monkeypatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text(NVIDIA_SMI.format(folder=tmp_path))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def driver(monkeypatch):
+    def install(*used):
+        driver = Driver(*used)
+        monkeypatch.setitem(sys.modules, "pynvml", driver)
+        return driver
+
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return tmp_path
+    monkeypatch.setattr(gpu_memory, "SETTLE_S", 0.1)
+    return install
 
 
 class Engines:
@@ -31,26 +68,40 @@ class Engines:
     class facts:  # noqa: N801 (as Replicas has it)
         capabilities = frozenset({"sleep"})
 
-    def __init__(self, used, after):
-        self._used, self._after = used, after
+    def __init__(self, driver, later):
+        self._driver, self._later = driver, later
 
     async def turn(self, level):
         if level == "asleep":
-            self._used.write_text(self._after)
+            self._driver.later = list(self._later)
 
 
-async def test_it_is_the_sum_over_the_gpus_that_this_process_may_see(driver, monkeypatch):
-    (driver / "used").write_text("100\n[N/A]\n23\n")
-    assert await used_bytes() == 123 * MIB
-    assert "--id" not in (driver / "asked").read_text()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
-    await used_bytes()
-    assert "--id=1,3" in (driver / "asked").read_text()
+@pytest.mark.parametrize(
+    ("visible", "used"),
+    [(None, 7), ("1", 2), ("2,0", 5), ("GPU-1abc", 2), ("GPU-2", 4), ("0,9,1", 1), ("", 0), ("-1", 0), ("GPU-9", 0)],
+)
+def test_it_is_the_sum_over_the_gpus_that_this_process_may_see(driver, monkeypatch, visible, used):
+    driver(1, 2, 4)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert used_bytes() == used
 
 
-@pytest.mark.parametrize(("after", "freed"), [("300", 700), ("1000", 0), ("1100", 0)])
-async def test_sleep_says_how_much_is_free_again_and_nothing_when_nothing_is(driver, after, freed):
-    used = driver / "used"
-    used.write_text("1000")
-    engines: Any = Engines(used, after)
-    assert (await Sleeper(engines).sleep()).freed_bytes == freed * MIB
+def test_without_a_driver_it_is_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert used_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("later", "freed"),
+    [
+        ([300], 700),
+        ([1000, 1000, 1000, 600, 300], 700),  # The driver counts it a while later, and not in one go.
+        ([1000], 0),
+        ([1100], 0),
+    ],
+)
+async def test_sleep_waits_until_memory_is_free_and_says_how_much(driver, later, freed):
+    driver = driver(1000)
+    engines: Any = Engines(driver, later)
+    assert (await Sleeper(engines).sleep()).freed_bytes == freed

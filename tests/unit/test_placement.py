@@ -146,6 +146,29 @@ def test_time_share_uses_one_gpu_for_both(settings):
     assert placement.server_settings() == {"device": "cuda", "tensor_parallel": 1, "memory_share": 0.6, "sleep": True}
 
 
+@pytest.mark.parametrize(
+    ("free", "settings", "model_gib", "mode", "share"),
+    [
+        (130, {}, 3, "shared", 0.6),
+        (130, {}, None, "time-share", 0.6),  # Nobody knows what the trainer needs.
+        (130, {"trainer_gib": 40.0}, None, "shared", 0.59),
+        (130, {}, 30, "time-share", 0.6),
+        (70, {}, 3, "shared", 0.34),
+        (40, {}, 3, "time-share", 0.23),
+        (130, {"mode": "time-share"}, 3, "time-share", 0.6),
+        (130, {"mode": "shared"}, 20, "shared", 0.4),
+        (130, {"mode": "shared"}, None, "shared", 0.6),
+    ],
+)
+def test_one_gpu_is_shared_without_turns_when_both_halves_are_known_to_fit(free, settings, model_gib, mode, share):
+    devices = Devices(gpus=(gpu(0, free),))
+    model_bytes = None if model_gib is None else model_gib * GIB
+    placement = plan(PlacementConfig(**settings), devices, model_bytes=model_bytes)
+    assert placement.mode == mode
+    assert placement.memory_share == pytest.approx(share, abs=0.011)
+    assert placement.server_settings().get("sleep", False) is (mode == "time-share")
+
+
 def test_the_engine_is_sized_from_free_memory():
     def share(*free):
         devices = Devices(gpus=tuple(gpu(index, size) for index, size in enumerate([*free, 140])))

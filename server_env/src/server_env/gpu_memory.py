@@ -2,22 +2,62 @@
 
 import asyncio
 import os
-import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+POLL_S = 0.01
+SETTLE_S = 5.0
 
 
-async def used_bytes() -> int:
+def used_bytes() -> int:
     """Bytes in use on the GPUs that this process may see, by anybody; 0 on a machine without a driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    try:
+        import pynvml
+    except ImportError:  # In the environments for CPUs.
         return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    process = await asyncio.create_subprocess_exec(
-        program,
-        "--query-gpu=memory.used",
-        "--format=csv,noheader,nounits",
-        *([f"--id={visible}"] if visible else []),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    out, _ = await process.communicate()
-    return sum(int(word) for word in out.decode().split() if word.isdecimal()) << 20
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    return sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in _visible(pynvml))
+
+
+async def used_bytes_below(before: int) -> int:
+    """Bytes in use, once they have fallen below `before` and stand still; after SETTLE_S, what they are then.
+
+    A process that unmaps memory may have its answer before the driver has counted it.
+    """
+    deadline, last = time.monotonic() + SETTLE_S, used_bytes()
+    while time.monotonic() < deadline:
+        await asyncio.sleep(POLL_S)
+        used = used_bytes()
+        if used == last < before:
+            break
+        last = used
+    return last
+
+
+def _visible(pynvml: Any) -> Iterator[Any]:
+    """Handles of the GPUs, or slices of them, that CUDA_VISIBLE_DEVICES names; all where it is not set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index) for index in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
+    for name in names:
+        if not name:
+            return
+        try:
+            yield pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else _by_uuid(pynvml, name)
+        except pynvml.NVMLError:
+            return  # As in CUDA, the list ends at what does not exist.
+
+
+def _by_uuid(pynvml: Any, name: str) -> Any:
+    """As in CUDA, a GPU's UUID may be shortened."""
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(name)
+    except pynvml.NVMLError:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            if pynvml.nvmlDeviceGetUUID(handle).startswith(name):
+                return handle
+        raise

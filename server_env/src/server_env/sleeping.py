@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from bridge.errors import Refused
 from bridge.protocol import Slept
-from server_env.gpu_memory import used_bytes
+from server_env.gpu_memory import used_bytes, used_bytes_below
 from server_env.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -69,13 +69,14 @@ class Sleeper:
             self._awake.clear()
             try:
                 await self._idle.wait()
-                before = await used_bytes()
+                before = used_bytes()
                 await self._replicas.turn("asleep")
             except BaseException:
                 await self._wake()
                 raise
-            freed = max(0, before - await used_bytes())
-            log.info("the engine sleeps; %.2f GiB are free again", freed / 2**30)
+            freed = max(0, before - await used_bytes_below(before))
+            level = logging.INFO if freed else logging.WARNING
+            log.log(level, "the engine sleeps; %.2f GiB are free again", freed / 2**30)
             return Slept(seconds=time.monotonic() - started, freed_bytes=freed)
 
     async def wake(self) -> Slept:

@@ -13,7 +13,7 @@ if typing.TYPE_CHECKING:
     from collections.abc import Sequence
 
 BACKENDS = ("vllm", "sglang")
-PLACEMENTS = ("auto", "split", "time-share", "cpu")
+PLACEMENTS = ("auto", "split", "shared", "time-share", "cpu")
 ACCELERATORS = ("auto", "cuda", "cpu")
 LATEST = "latest"
 """What `--resume` without a name asks for: the newest run in output_dir."""
@@ -152,8 +152,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add(
         "--placement",
         choices=PLACEMENTS,
-        help="split: each half has its own GPUs; time-share: one GPU, in turns; cpu: no GPU; "
-        "auto: what the machine has (default)",
+        help="split: each half has its own GPUs; shared: one GPU, both at once; time-share: one GPU, in turns; "
+        "cpu: no GPU; auto: what the machine has (default)",
     )
     add("--server-gpus", type=_devices, metavar="IDS", help="GPUs that sample: 0,1 or GPU-… or MIG-… (default: first)")
     add("--trainer-gpus", type=_devices, metavar="IDS", help="GPUs that train (default: all others)")

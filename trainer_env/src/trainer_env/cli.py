@@ -38,11 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: Namespace) -> int:
     settings = _settings(options)
     from trainer_env.devices import detect
+    from trainer_env.models import weights_bytes
     from trainer_env.placement import plan
     from trainer_env.session import Session
 
     overlap = settings.lookahead("cpu") > 0
-    placement = plan(settings.placement, detect(), overlap=overlap, server=settings.server)
+    placement = plan(
+        settings.placement,
+        detect(),
+        overlap=overlap,
+        server=settings.server,
+        model_bytes=weights_bytes(settings.model.name),
+    )
     session = Session(settings, placement, source=str(options.config), resume=bool(options.resume))
     for line in [*session.describe(), *placement.lines()]:
         print(line, flush=True)

@@ -193,10 +193,12 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
 class PlacementConfig(Section, frozen=True, kw_only=True):
     """Which devices each half gets."""
 
-    mode: Literal["auto", "split", "time-share", "cpu"] = "auto"
+    mode: Literal["auto", "split", "shared", "time-share", "cpu"] = "auto"
     accelerator: Literal["auto", "cuda", "cpu"] = "auto"
     server_gpus: tuple[str | int, ...] = ()
     trainer_gpus: tuple[str | int, ...] = ()
+    trainer_gib: NotNegative = 0.0
+    """GPU memory that the trainer needs beside an engine on the same GPU; 0: estimated from the model's size."""
     server_threads: Natural = 0
     trainer_threads: Natural = 0
 

@@ -6,12 +6,12 @@ from trainer_env.config import EvaluationConfig
 from trainer_env.data import Example, column_names, columns
 from trainer_env.records import Phase, Sample
 from trainer_env.rewards import Reward, score
-from trainer_env.rollouts import Rollouts
+from trainer_env.sampler import Sampler
 from trainer_env.scoring import readable
 
 
 def evaluate(
-    rollouts: Rollouts,
+    sampler: Sampler,
     examples: Sequence[Example],
     rewards: Sequence[Reward],
     config: EvaluationConfig,
@@ -22,9 +22,9 @@ def evaluate(
     """One answer to each example under adapter version `step`, with its rewards. Raises what the server answers."""
     examples = examples[: config.max_examples or None]
     prompts = [example.prompt for example in examples]
-    groups = rollouts.sample(prompts, temperature=config.temperature, version=step)
+    groups = sampler.sample(prompts, temperature=config.temperature, version=step)
     answers = [group[0] for group in groups]
-    texts = [rollouts.decode(answer) for answer in answers]
+    texts = [sampler.decode(answer) for answer in answers]
     known = [name for name in column_names(examples) if name != "prompt"]
     scores = score(
         rewards,

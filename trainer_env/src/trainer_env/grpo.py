@@ -11,7 +11,6 @@ from typing import Any
 from bridge.errors import ConfigError
 from trainer_env.checkpoints import checkpoint_to_resume, save_adapter
 from trainer_env.config import TrainConfig
-from trainer_env.data import Example
 from trainer_env.models import cache_dir
 from trainer_env.ordering import training_rows
 from trainer_env.publisher import Publisher
@@ -107,11 +106,17 @@ def load_policy(config: TrainConfig, model_path: str) -> Policy:
     return Policy(model, tokenizer)
 
 
+def release_gpu_memory() -> None:
+    """Give back what torch keeps on the GPU for itself, for the other half to take."""
+    import torch
+
+    torch.cuda.empty_cache()
+
+
 def run(
     policy: Policy,
     config: TrainConfig,
     *,
-    examples: Sequence[Example],
     rewards: Sequence[Reward],
     rollouts: Rollouts,
     publisher: Publisher,
@@ -130,7 +135,6 @@ def run(
     trainer = build_trainer(
         policy,
         config,
-        examples=examples,
         rewards=rewards,
         rollouts=rollouts,
         publisher=publisher,
@@ -138,7 +142,10 @@ def run(
         after_step=after_step,
         stop=stop,
     )
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        rollouts.give_up()
     adapter = config.run_dir / "adapter"
     save_adapter(policy.model, adapter)
     return Outcome(trainer.state.global_step, adapter, trainer.state.global_step >= config.grpo.max_steps)
@@ -148,7 +155,6 @@ def build_trainer(
     policy: Policy,
     config: TrainConfig,
     *,
-    examples: Sequence[Example],
     rewards: Sequence[Reward],
     rollouts: Rollouts,
     publisher: Publisher,
@@ -192,7 +198,7 @@ def build_trainer(
         model=policy.model,
         args=_arguments(config, scoring.weights),
         reward_funcs=scoring.functions(),
-        train_dataset=training_rows(config, examples),
+        train_dataset=training_rows(rollouts.schedule),
         processing_class=policy.tokenizer,
         rollout_func=rollouts,
         callbacks=[report],

@@ -20,7 +20,8 @@ from bridge.errors import ConfigError
 from trainer_env.hub import go_offline_unless_reachable
 
 PREFIX = "builtin:"
-BUILTIN = ("smollm2-135m-instruct", "tiny-random-llama")
+BUILTIN = {"smollm2-135m-instruct": 269 << 20, "tiny-random-llama": 13 << 20}
+"""With the bytes of their weights, near enough."""
 CONVERSION_TIMEOUT_S = 600.0
 """Far above the twenty seconds that the larger model takes, far below a person's patience."""
 
@@ -51,10 +52,18 @@ def resolve(model: str) -> str:
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ConfigError(
             f"There is no model folder {path}.",
-            remedy=f"Check the path, or use a hub name (owner/model) or {PREFIX}{BUILTIN[0]}.",
+            remedy=f"Check the path, or use a hub name (owner/model) or {PREFIX}{next(iter(BUILTIN))}.",
         )
     _require_on_hub(model)
     return model
+
+
+def weights_bytes(model: str) -> int | None:
+    """How large a model's weights are, where that is known without fetching anything."""
+    if model.startswith(PREFIX):
+        return BUILTIN.get(model.removeprefix(PREFIX).partition("?")[0])
+    files = [path for kind in ("*.safetensors", "*.bin") for path in Path(model).expanduser().glob(kind)]
+    return sum(path.stat().st_size for path in files) or None
 
 
 def _require_on_hub(model: str) -> None:
@@ -69,7 +78,7 @@ def _require_on_hub(model: str) -> None:
         raise ConfigError(
             f"The model {model!r} is neither a folder here nor a model that the hub gives us.",
             why=offline or (str(error).strip() or type(error).__name__).splitlines()[0],
-            remedy=f"Check the name and the network, log in for a gated model, or use {PREFIX}{BUILTIN[0]}.",
+            remedy=f"Check the name and the network, log in for a gated model, or use {PREFIX}{next(iter(BUILTIN))}.",
         ) from error
 
 

@@ -10,13 +10,20 @@ from bridge.errors import ConfigError
 from trainer_env.config import PlacementConfig
 from trainer_env.devices import Device, Devices, gib
 
-Mode = Literal["split", "time-share", "cpu"]
+Mode = Literal["split", "shared", "time-share", "cpu"]
 
 _MARGIN = 0.05
 """Share of a GPU left alone beside what the engine takes: the driver and CUDA's own memory."""
-_MOST = {"split": 0.9, "time-share": 0.6}
-"""The largest share for the engine; in time-share the trainer's weights stay beside it."""
+_MOST = {"split": 0.9, "shared": 0.6, "time-share": 0.6}
+"""The largest share for the engine; on one GPU the trainer's weights at least stay beside it."""
+_LEAST_SHARED = 0.3
+"""With less for the engine beside a trainer that keeps its memory, the halves take turns."""
+_TRAINER_BYTES = 6 * 2**30
+_TRAINER_WEIGHTS = 3
+"""What a trainer is thought to need: so many bytes, and so many times the model's weights. The H200 runs in
+docs/benchmarks.md stay below."""
 _LEAST_FREE = 2**30
+_ON_GPUS = ("split", "shared", "time-share")
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,9 +48,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
                 f"  trainer  {threads[1]}",
             ]
         share = "" if self.memory_share is None else f", engine takes up to {self.memory_share:.0%}"
-        if self.mode == "time-share":
-            device = self.server[0]
-            return ["placement  time-share: one GPU, in turns", f"  both     {_described(device)}{share}"]
+        if self.mode in ("time-share", "shared"):
+            how = "in turns" if self.mode == "time-share" else "both at once"
+            return [f"placement  {self.mode}: one GPU, {how}", f"  both     {_described(self.server[0])}{share}"]
         return [
             "placement  split: each half has its own GPUs",
             *(f"  server   {_described(device)}{share}" for device in self.server),
@@ -80,12 +87,18 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(
-    config: PlacementConfig, devices: Devices, *, overlap: bool = False, server: Mapping[str, Any] | None = None
+    config: PlacementConfig,
+    devices: Devices,
+    *,
+    overlap: bool = False,
+    server: Mapping[str, Any] | None = None,
+    model_bytes: int | None = None,
 ) -> Placement:
     """Explicit devices win, then CUDA_VISIBLE_DEVICES, then what is there. Raises ConfigError.
 
     overlap: the halves work at the same time; on a CPU they then share the cores instead of taking turns. server: the
-    user's `[server]`, which may say how many GPUs that half needs.
+    user's `[server]`, which may say how many GPUs that half needs. model_bytes: of its weights, where they are known:
+    one GPU is shared without turns when both halves fit.
     """
     server_ids, trainer_ids = ([str(item) for item in ids] for ids in (config.server_gpus, config.trainer_gpus))
     given = bool(server_ids or trainer_ids)
@@ -98,9 +111,12 @@ def plan(
             )
         return _on_cpu(config, devices.cores, overlap=overlap)
     serving, training = _named(server_ids, devices, "server"), _named(trainer_ids, devices, "trainer")
-    if mode == "time-share":
-        device = _one_gpu(serving, training, devices)
+    need = _trainer_needs(config, model_bytes)
+    if mode in ("time-share", "shared"):
+        device = _one_gpu(serving, training, devices, mode)
         serving, training = (device,), (device,)
+        if config.mode == "auto" and (_memory_share(serving, _MOST["shared"], need) or 0) >= _LEAST_SHARED:
+            mode = "shared"
     else:
         serving, training = _two_sets(serving, training, devices, _gpus_wanted(server or {}))
     for device in {device.id: device for device in (*serving, *training)}.values():
@@ -109,7 +125,7 @@ def plan(
         mode=mode,
         server=serving,
         trainer=training,
-        memory_share=_memory_share(serving, _MOST[mode]),
+        memory_share=_memory_share(serving, _MOST[mode], (need or 0) if mode == "shared" else 0),
         cores=devices.cores,
         server_threads=config.server_threads,
         trainer_threads=config.trainer_threads,
@@ -119,7 +135,7 @@ def plan(
 def _mode(config: PlacementConfig, devices: Devices, *, given: bool) -> Mode:
     wanted, usable = config.mode, len(devices.usable())
     if config.accelerator == "cpu":
-        if wanted in ("split", "time-share"):
+        if wanted in _ON_GPUS:
             raise ConfigError(
                 f"placement.mode: {wanted} shares out GPUs, and placement.accelerator is cpu.",
                 remedy="Leave one of the two out.",
@@ -127,7 +143,7 @@ def _mode(config: PlacementConfig, devices: Devices, *, given: bool) -> Mode:
         return "cpu"
     if wanted == "cpu" and config.accelerator == "auto":
         return "cpu"
-    asked = given or wanted in ("split", "time-share") or config.accelerator == "cuda"
+    asked = given or wanted in _ON_GPUS or config.accelerator == "cuda"
     if asked and devices.cpu_build:
         raise ConfigError(
             "placement: a GPU is asked for, and the installed environments are those for the CPU.",
@@ -169,11 +185,18 @@ def _named(ids: Sequence[str], devices: Devices, half: str) -> tuple[Device, ...
     return found
 
 
-def _one_gpu(server: tuple[Device, ...], trainer: tuple[Device, ...], devices: Devices) -> Device:
+def _trainer_needs(config: PlacementConfig, model_bytes: int | None) -> int | None:
+    """Bytes of GPU memory beside the engine; None when nobody knows."""
+    if config.trainer_gib:
+        return int(config.trainer_gib * 2**30)
+    return None if model_bytes is None else _TRAINER_BYTES + _TRAINER_WEIGHTS * model_bytes
+
+
+def _one_gpu(server: tuple[Device, ...], trainer: tuple[Device, ...], devices: Devices, mode: Mode) -> Device:
     named = {device.id: device for device in (*server, *trainer)}
     if len(named) > 1:
         raise ConfigError(
-            f"placement: time-share uses one GPU for both halves, and {', '.join(named)} are named.",
+            f"placement: {mode} uses one GPU for both halves, and {', '.join(named)} are named.",
             remedy="Name one, or use --placement split.",
         )
     return next(iter(named.values()), None) or devices.usable()[0]
@@ -240,9 +263,18 @@ def _require_room(device: Device) -> None:
         )
 
 
-def _memory_share(server: Sequence[Device], most: float) -> float | None:
-    """What the engine may take of each of its GPUs: of the fullest one's free memory, a margin less."""
-    shares = [device.free_bytes / device.total_bytes for device in server if device.free_bytes and device.total_bytes]
+def _memory_share(server: Sequence[Device], most: float, beside: int | None = 0) -> float | None:
+    """What the engine may take of each of its GPUs: of the fullest one's free memory, a margin less.
+
+    beside: bytes of it for the trainer. None when a GPU's memory or that is not known.
+    """
+    if beside is None:
+        return None
+    shares = [
+        (device.free_bytes - beside) / device.total_bytes
+        for device in server
+        if device.free_bytes and device.total_bytes
+    ]
     if len(shares) < len(server):
         return None
     return max(0.01, min(most, math.floor((min(shares) - _MARGIN) * 100) / 100))

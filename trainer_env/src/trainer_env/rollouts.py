@@ -1,25 +1,18 @@
-"""Prompts → bridge → completions, as TRL's rollout_func. Completions stay the token ids that were sampled: text is for
-people and reward functions only, because decoding and encoding again changes tokens.
+"""TRL's rollout_func: completions of a generation batch under an adapter version that is new enough, and of the batches
+that follow it, ahead of time, as far as the bound on staleness lets them.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bridge.errors import ConfigError, EngineFailed, StaleVersion, SyncMismatch, Timeout
-from bridge.protocol import Generate, Generated, Sampling, pack_ids, unpack_ids, unpack_logprobs
+from bridge.errors import ConfigError, StaleVersion, SyncMismatch
+from bridge.protocol import Generate, Sampling, pack_ids
 from trainer_env.config import TrainConfig
-from trainer_env.server import Server
-
-Prompt = str | list[dict[str, Any]]
-"""Text, or a conversation for the chat template."""
-
-GRACE_S = 1500.0
-"""How much longer than a request's own deadline to wait for the client to report it. In that time a server that died is
-started again, and asked anew."""
+from trainer_env.ordering import Schedule
+from trainer_env.sampler import Asked, Prompt, Sampler
 
 
 class Observer(Protocol):
@@ -39,117 +32,106 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One completion as it was sampled. trained: 0 for a token that nobody sampled, which must stay out of the loss.
-
-    token_ids, logprobs (natural, at the sampling temperature) and trained have one entry a token, with the end token.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    trained: list[int]
-    finish_reason: str
-    version: int
-
-
-@dataclass(frozen=True)
 class Batch:
-    """What the last call for TRL brought. versions: one a row. seconds: waited for. tokens: sampled."""
+    """What the last call for TRL brought. versions: one a row. tokens: sampled. seconds: waited for it.
+
+    sampling_s: that the server took, from when it was asked or had done with the batch before.
+    """
 
     versions: list[int]
     seconds: float
     tokens: int
+    sampling_s: float
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A generation batch that the server was asked for. oldest: adapter version that may sample it."""
+
+    batch: int
+    prompts: list[Prompt]
+    prompt_ids: list[list[int]]
+    oldest: int
+    asked: Asked
 
 
 class Rollouts:
-    """Samples completions from the server, under an adapter version that is new enough.
+    """Generation batches from the server. schedule: the run's.
 
     max_staleness: optimizer steps that a completion's version may lie behind the last step that it trains, reuse of its
-    batch counted. eos_token_ids: what ends a completion, as TRL sees it; default: the tokenizer's.
+    batch counted; what reuse leaves of it is used to sample ahead.
     Raises ConfigError when reuse alone exceeds the bound.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        tokenizer: Any,
-        config: TrainConfig,
-        *,
-        max_staleness: int,
-        eos_token_ids: Sequence[int] = (),
-    ) -> None:
-        self._server = server
-        self._tokenizer = tokenizer
+    def __init__(self, sampler: Sampler, config: TrainConfig, schedule: Schedule, *, max_staleness: int) -> None:
+        self.sampler = sampler
         self._config = config
+        self.schedule = schedule
         self._max_staleness = max_staleness
-        self._reuse = config.grpo.window - 1
-        self._eos = tuple(eos_token_ids) or (tokenizer.eos_token_id,)
+        window = config.grpo.window
+        if window - 1 > max_staleness:
+            raise ConfigError(
+                f"A generation batch is used for {window} optimizer steps, so its last one is {window - 1} "
+                f"behind the version that sampled it; the bound on staleness is {max_staleness}.",
+                remedy=f"Set rollout.max_staleness to {window - 1} or more, or reuse batches less.",
+            )
+        self.depth = (max_staleness - (window - 1)) // window
+        """Generation batches that are sampled ahead of the one that trains."""
+        self._ahead: deque[Ahead] = deque()
+        self._next = 0
+        self._answered_at = 0.0
         self.calls = 0
         self.batches: list[Batch] = []
         """What the calls for TRL brought; whoever reports a step takes them out."""
         self.observer: Observer | None = None
-        if self._reuse > max_staleness:
-            raise ConfigError(
-                f"A generation batch is used for {self._reuse + 1} optimizer steps, so its last one is {self._reuse} "
-                f"behind the version that sampled it; the bound on staleness is {max_staleness}.",
-                remedy=f"Set rollout.max_staleness to {self._reuse} or more, or reuse batches less.",
-            )
 
     def __call__(self, prompts: list[Prompt], trainer: Any) -> dict[str, list[Any]]:
         """TRL's rollout_func: one completion a row. prompts: one a row, each repeated in a run for its group.
 
         Called once a generation batch, by every rank with its own rows; a run may be part of a group. Raises
-        StaleVersion when the server sampled with a version that is too old, and the server's errors.
+        StaleVersion when the server sampled with a version that is too old, SyncMismatch when TRL asks for other
+        prompts than were sampled ahead, and the server's errors.
         """
-        started = time.perf_counter()
-        step, observer = trainer.state.global_step, self.observer
-        oldest = max(0, step + self._reuse - self._max_staleness)
-        grpo = self._config.grpo
-        sampling = Sampling(
-            temperature=grpo.temperature,
-            max_tokens=grpo.max_completion_length,
-            top_p=grpo.top_p,
-            top_k=grpo.top_k,
-            min_p=grpo.min_p,
-            stop_token_ids=self._eos,
-        )
+        with self.sampler.turns.servers():
+            return self._batch(prompts, trainer.state.global_step)
+
+    def give_up(self) -> None:
+        """Nobody will train on what is still being sampled, and whoever trains next begins anew."""
+        while self._ahead:
+            self._ahead.popleft().asked.give_up()
+        self._next = 0
+
+    def _batch(self, prompts: list[Prompt], step: int) -> dict[str, list[Any]]:
+        started, observer = time.perf_counter(), self.observer
         if observer:
             observer.asking(step)
-        runs = [(self.encode(prompt), n) for prompt, n in _runs(prompts, grpo.num_generations)]
-        groups = self._generate(
-            [
-                Generate(
-                    prompt=pack_ids(prompt_ids),
-                    n=n,
-                    sampling=sampling,
-                    min_version=oldest,
-                    deadline_s=self._config.rollout.timeout_s,
-                )
-                for prompt_ids, n in runs
-            ],
-            meanwhile=observer.asked if observer else None,
-        )
-        rows = [sample for group in groups for sample in group]
+        self._look_ahead(prompts, step)
+        if observer:
+            observer.asked()
+        ahead = self._ahead.popleft()
+        if ahead.prompts != prompts:
+            self.give_up()
+            raise SyncMismatch(
+                f"The trainer asks for other prompts in optimizer step {step + 1} than the run's order has there.",
+                why="This release of TRL reads the data in another order.",
+                remedy="Install the pinned versions with scripts/setup_envs.sh, or set rollout.max_staleness so that "
+                "nothing is sampled ahead.",
+            )
+        rows = [sample for group in self.sampler.samples(ahead.asked) for sample in group]
         for sample in rows:
-            if not oldest <= sample.version <= step:
+            if not ahead.oldest <= sample.version <= step:
                 raise StaleVersion(
                     f"Optimizer step {step + 1} got a completion of adapter version {sample.version}; "
-                    f"versions {oldest} to {step} are what it may train on.",
+                    f"versions {ahead.oldest} to {step} are what it may train on.",
                     why="The server does not keep to min_version, or another trainer publishes to it.",
                 )
         self.calls += 1
-        self.batches.append(
-            Batch(
-                versions=[sample.version for sample in rows],
-                seconds=time.perf_counter() - started,
-                tokens=sum(sum(sample.trained) for sample in rows),
-            )
-        )
-        all_prompt_ids = [prompt_ids for prompt_ids, n in runs for _ in range(n)]
+        self._note(ahead.asked, [sample.version for sample in rows], sum(sum(s.trained) for s in rows), started)
         if observer:
-            observer.answered(step, [(ids, row.token_ids) for ids, row in zip(all_prompt_ids, rows, strict=True)])
+            pairs = zip(ahead.prompt_ids, rows, strict=True)
+            observer.answered(step, [(ids, row.token_ids) for ids, row in pairs])
         result: dict[str, list[Any]] = {
-            "prompt_ids": all_prompt_ids,
+            "prompt_ids": ahead.prompt_ids,
             "completion_ids": [sample.token_ids for sample in rows],
             "logprobs": [sample.logprobs for sample in rows],
             "finish_reason": [sample.finish_reason for sample in rows],
@@ -158,131 +140,48 @@ class Rollouts:
             result["env_mask"] = [sample.trained for sample in rows]
         return result
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        n: int = 1,
-        temperature: float = 0.0,
-        max_tokens: int | None = None,
-        min_version: int = 0,
-        version: int = -1,
-    ) -> list[list[Sample]]:
-        """Complete each prompt n times, outside training; greedily unless a temperature is given.
+    def _look_ahead(self, prompts: list[Prompt], step: int) -> None:
+        """Have the wanted batch, and as many of the next ones as may be, sampled under the newest version."""
+        if not self._ahead:
+            self._next = max(self._next, self.schedule.batch_at(step))
+            self._ahead.append(self._ask(self._next, prompts))
+        while len(self._ahead) <= self.depth and self._ahead[-1].batch + 1 < self.schedule.batches:
+            batch = self._ahead[-1].batch + 1
+            self._ahead.append(self._ask(batch, self.schedule.prompts(batch)))
+        self._next = self._ahead[0].batch + 1
 
-        version: exactly this adapter version (0: the base model); -1: the newest, at least min_version.
-        """
+    def _ask(self, batch: int, prompts: list[Prompt]) -> Ahead:
+        grpo = self._config.grpo
+        oldest = max(0, self.schedule.last_step(batch) - self._max_staleness)
         sampling = Sampling(
-            temperature=temperature,
-            max_tokens=max_tokens or self._config.grpo.max_completion_length,
-            stop_token_ids=self._eos,
+            temperature=grpo.temperature,
+            max_tokens=grpo.max_completion_length,
+            top_p=grpo.top_p,
+            top_k=grpo.top_k,
+            min_p=grpo.min_p,
+            stop_token_ids=self.sampler.eos_token_ids,
         )
-        return self._generate(
-            [
-                Generate(
-                    prompt=pack_ids(self.encode(prompt, max_tokens)),
-                    n=n,
-                    sampling=sampling,
-                    min_version=min_version,
-                    version=version,
-                    deadline_s=self._config.rollout.timeout_s,
-                )
-                for prompt in prompts
-            ]
-        )
+        runs = [(self.sampler.encode(prompt), n) for prompt, n in _runs(prompts, grpo.num_generations)]
+        # What was asked before is answered before, so a batch may take as long as all those in front of it.
+        deadline_s = self._config.rollout.timeout_s * (1 + len(self._ahead))
+        requests = [
+            Generate(prompt=pack_ids(ids), n=n, sampling=sampling, min_version=oldest, deadline_s=deadline_s)
+            for ids, n in runs
+        ]
+        prompt_ids = [ids for ids, n in runs for _ in range(n)]
+        return Ahead(batch, prompts, prompt_ids, oldest, self.sampler.ask(requests))
 
-    def decode(self, sample: Sample) -> str:
-        """The completion as text, without special tokens."""
-        return self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-
-    def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
-        """A prompt's token ids: through the chat template if it is a conversation.
-
-        Raises ConfigError, quoting the prompt, when it leaves no room for a completion of max_tokens.
-        """
-        if isinstance(prompt, str):
-            ids: list[int] = self._tokenizer(prompt)["input_ids"]
-        else:
-            ids = self._apply_chat_template(prompt)
-        context = min(self._server.welcome.limits.max_context, self._config.model.max_seq_length)
-        completion = max_tokens or self._config.grpo.max_completion_length
-        if not ids:
-            raise ConfigError("A prompt has no tokens.", remedy="Leave empty prompts out of the data.")
-        if len(ids) + completion > context:
-            raise ConfigError(
-                f"A prompt of {len(ids)} tokens and a completion of up to {completion} do not fit the context of "
-                f"{context} tokens. The prompt begins: {_excerpt(prompt)}",
-                remedy="Leave such samples out of the data, raise model.max_seq_length and the server's limit with it, "
-                "or lower grpo.max_completion_length.",
+    def _note(self, asked: Asked, versions: list[int], tokens: int, started: float) -> None:
+        began = max(asked.asked_at, self._answered_at)
+        self._answered_at = asked.answered_at
+        self.batches.append(
+            Batch(
+                versions=versions,
+                seconds=time.perf_counter() - started,
+                tokens=tokens,
+                sampling_s=max(0.0, asked.answered_at - began),
             )
-        return ids
-
-    def _apply_chat_template(self, conversation: list[dict[str, Any]]) -> list[int]:
-        if not self._tokenizer.chat_template:
-            raise ConfigError(
-                "The data holds conversations, and this model's tokenizer has no chat template.",
-                remedy="Set data.chat = false to send plain text, or train an instruction-tuned model.",
-            )
-        prefilled = conversation[-1]["role"] == "assistant"
-        return self._tokenizer.apply_chat_template(
-            conversation,
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-            tokenize=True,
-            return_dict=False,
-            **self._config.data.chat_template_kwargs,
         )
-
-    def _generate(self, requests: list[Generate], meanwhile: Callable[[], None] | None = None) -> list[list[Sample]]:
-        """Ask for all groups at once and wait for all. One that fails ends the others. meanwhile: called first."""
-        futures = [self._server.submit(request) for request in requests]
-        try:
-            if meanwhile:
-                meanwhile()
-            wait(futures, timeout=self._config.rollout.timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future.done():
-                    future.result()
-            unanswered = sum(not future.done() for future in futures)
-            if unanswered:
-                raise Timeout(
-                    f"{unanswered} of {len(futures)} requests for completions have no answer after "
-                    f"{self._config.rollout.timeout_s:g} s.",
-                    log_path=self._server.welcome.log_path,
-                    remedy="Raise rollout.timeout_s if the server is only slow.",
-                )
-            return [self._samples(request, future.result()) for request, future in zip(requests, futures, strict=True)]
-        finally:
-            for future in futures:
-                future.cancel()
-
-    def _samples(self, request: Generate, reply: Generated) -> list[Sample]:
-        """A reply's completions, checked: what TRL trains on must be complete."""
-        if len(reply.completions) != request.n:
-            raise SyncMismatch(f"{request.n} completions were asked for, and {len(reply.completions)} came back.")
-        samples = []
-        for completion in reply.completions:
-            ids, logprobs = unpack_ids(completion.token_ids), unpack_logprobs(completion.logprobs)
-            if len(ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
-                raise SyncMismatch(
-                    f"A completion of {len(ids)} tokens came with {len(logprobs)} logprobs, or with some that are no "
-                    "numbers.",
-                    why="The engine does not report the logprob of each token that it sampled.",
-                    log_path=self._server.welcome.log_path,
-                )
-            if completion.finish_reason == "abort":
-                raise EngineFailed(
-                    "The engine broke a completion off.",
-                    why="It was restarted or told to abort while it sampled.",
-                    log_path=self._server.welcome.log_path,
-                )
-            trained = [1] * len(ids)
-            if not ids or (completion.finish_reason == "stop" and ids[-1] not in self._eos):
-                # TRL fails on an empty row, and takes one without an end token for truncated. Nobody sampled this
-                # token, so it is kept out of the loss.
-                ids, logprobs, trained = [*ids, self._eos[0]], [*logprobs, 0.0], [*trained, 0]
-            samples.append(Sample(ids, logprobs, trained, completion.finish_reason, reply.version))
-        return samples
 
 
 def _runs(prompts: Sequence[Prompt], longest: int) -> Iterator[tuple[Prompt, int]]:
@@ -292,8 +191,3 @@ def _runs(prompts: Sequence[Prompt], longest: int) -> Iterator[tuple[Prompt, int
         if index == len(prompts) or prompts[index] != prompts[start] or index - start == longest:
             yield prompts[start], index - start
             start = index
-
-
-def _excerpt(prompt: Prompt, length: int = 300) -> str:
-    text = prompt if isinstance(prompt, str) else " | ".join(str(message.get("content", "")) for message in prompt)
-    return repr(text if len(text) <= length else text[:length] + "…")

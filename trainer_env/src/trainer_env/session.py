@@ -14,14 +14,18 @@ from trainer_env import data, models, rewards
 from trainer_env.config import TrainConfig, to_toml
 from trainer_env.evaluation import evaluate
 from trainer_env.jsonl import write_atomically
+from trainer_env.ordering import Schedule, rank_and_ranks
 from trainer_env.placement import Placement
 from trainer_env.quiet import prints_to
 from trainer_env.records import Phase, Summary
 from trainer_env.rollouts import Rollouts
 from trainer_env.run_folder import RunLock, needing_room, step_to_resume
+from trainer_env.sampler import Sampler
+from trainer_env.server import Server
 from trainer_env.server_process import versions
 from trainer_env.serving import Serving
 from trainer_env.tracking import Tracker
+from trainer_env.turns import SLEEP, Turns
 
 
 class Session:
@@ -147,15 +151,22 @@ class Session:
         welcome = client.welcome
         for line in for_people(welcome.http_url, welcome.metrics_url):
             self.tracker.note(line)
-        self._rollouts = Rollouts(
+        sampler = Sampler(
             client,
             self._policy.tokenizer,
             self.config,
-            max_staleness=self.config.max_staleness(self.placement.mode),
             eos_token_ids=self._policy.eos_token_ids,
+            turns=self._turns(client),
         )
         for example in (*self._data.train, *self._data.evaluation):
-            self._rollouts.encode(example.prompt)
+            sampler.encode(example.prompt)
+        rank, ranks = rank_and_ranks()
+        self._rollouts = Rollouts(
+            sampler,
+            self.config,
+            Schedule(self.config, self._data.train, rank=rank, ranks=ranks),
+            max_staleness=self.config.max_staleness(self.placement.mode),
+        )
 
     def evaluate(self, phase: Phase, step: int) -> None:
         """Answer the held-out examples under adapter version `step`, and record it."""
@@ -167,8 +178,14 @@ class Session:
             started = time.monotonic()
             with self._quietly():
                 samples = evaluate(
-                    self._rollouts, self._data.evaluation, self._rewards, self.config.evaluation, phase=phase, step=step
+                    self._rollouts.sampler,
+                    self._data.evaluation,
+                    self._rewards,
+                    self.config.evaluation,
+                    phase=phase,
+                    step=step,
                 )
+            self._rollouts.sampler.turns.take()  # No part of a step.
             self.tracker.evaluation(phase, step, samples, time.monotonic() - started)
 
     def train(self) -> Any:
@@ -183,7 +200,6 @@ class Session:
             return grpo.run(
                 self._policy,
                 self.config,
-                examples=self._data.train,
                 rewards=self._rewards,
                 rollouts=self._rollouts,
                 publisher=publisher,
@@ -257,6 +273,17 @@ class Session:
             yield
         finally:
             self._training = False
+
+    def _turns(self, client: Server) -> Turns:
+        """In time-share the halves take turns on their GPU, if the engine can sleep."""
+        if self.placement.mode != "time-share":
+            return Turns()
+        if SLEEP not in client.welcome.capabilities:
+            self.tracker.note("the engine cannot sleep: both halves keep their GPU memory")
+            return Turns()
+        from trainer_env.grpo import release_gpu_memory
+
+        return Turns(client, release=release_gpu_memory)
 
     def _say(self, text: str) -> None:
         self.tracker.status(text)

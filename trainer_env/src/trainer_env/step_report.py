@@ -20,7 +20,8 @@ from trainer_env.tracking import Tracker
 class StepReport(TrainerCallback):
     """Publishes early, so that the server has the new adapter before it is asked for the next rollout.
 
-    A step's seconds are split into rollout_s, waiting for completions, and train_s, all the rest but publishing.
+    A step's seconds are split into rollout_s, waiting for completions, sleep_s, wake_s, and train_s, all the rest but
+    publishing.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class StepReport(TrainerCallback):
                 remedy="Install the pinned versions with scripts/setup_envs.sh.",
             )
         if state.is_world_process_zero:
+            self._rollouts.sampler.turns.make_room()
             self._publisher.publish(state.global_step, self._model)
         if self._stop is not None and self._stop.is_set():
             control.should_training_stop = True
@@ -103,6 +105,7 @@ class StepReport(TrainerCallback):
         published = self._publisher.last
         assert published is not None, "a step ends with a publish"
         rollout_s, tokens = sum(batch.seconds for batch in batches), sum(batch.tokens for batch in batches)
+        turned = self._rollouts.sampler.turns.take()
         return StepMetrics(
             step=step,
             version=published.loaded.version,
@@ -116,14 +119,25 @@ class StepReport(TrainerCallback):
             grad_norm=logs.get("grad_norm"),
             completion_length=self._carried.get("completions/mean_length"),
             rollout_s=rollout_s,
-            train_s=max(0.0, self._step_s - rollout_s),
+            train_s=max(0.0, self._step_s - rollout_s - turned.seconds),
             publish_ms=published.publish_ms,
             load_ms=published.load_ms,
             proof=proof,
             proof_ms=proof_ms,
+            overlap=self._overlap(batches),
+            sleep_s=turned.sleep_s,
+            wake_s=turned.wake_s,
+            freed_bytes=turned.freed_bytes,
             generated_tokens=tokens,
             generated_tokens_per_s=tokens / rollout_s if rollout_s else None,
         )
+
+    def _overlap(self, batches: list[Batch]) -> float | None:
+        """The share of the server's time for these batches that nobody waited for; None if nothing is sampled ahead."""
+        sampling_s = sum(batch.sampling_s for batch in batches)
+        if not self._rollouts.depth or not sampling_s:
+            return None
+        return max(0.0, 1 - sum(batch.seconds for batch in batches) / sampling_s)
 
     def _require_change(self, logs: dict[str, float]) -> None:
         try:
