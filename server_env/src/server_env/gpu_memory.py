@@ -20,7 +20,7 @@ def used_bytes() -> int:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return 0
-    return sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in _visible(pynvml))
+    return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in _visible(pynvml))
 
 
 async def used_bytes_below(before: int) -> int:
