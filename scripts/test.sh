@@ -7,6 +7,7 @@
 #
 # Which environment runs which folder:
 #   dev      tests/unit  tests/integration  tests/engines (starts real engines)  tests/e2e (starts real runs)
+#            tests/gpu (skipped where there is no CUDA GPU)
 #   trainer  tests/trainer
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -52,7 +53,7 @@ step "tests/trainer"
 step "tests/engines"
 "$dev/python" -m pytest -q tests/engines
 
-step "tests/e2e"
-"$dev/python" -m pytest -q tests/e2e
+step "tests/e2e tests/gpu"
+"$dev/python" -m pytest -q tests/e2e tests/gpu
 
 step "done"

@@ -145,11 +145,12 @@ async def served(
     fake: bool = True,
     wait: bool = True,
     environment: dict | None = None,
+    engine: dict | None = None,
     **settings,
 ) -> AsyncIterator[Served]:
     """A tandem-server in front of the fake engine (or, with fake=False, of the one in program's environment).
 
-    server, settings: keys of [server].
+    server, settings: keys of [server]. engine: of the engine's own table.
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir(exist_ok=True)
@@ -164,7 +165,7 @@ async def served(
     }
     if fake:
         section = {"engine_command": FAKE, "device": "cpu", **section}
-    config = write_config(tmp_path / "server.toml", {"server": section})
+    config = write_config(tmp_path / "server.toml", {"server": section, section["backend"]: engine or {}})
     variables = {
         **os.environ,
         "TANDEM_CACHE": os.environ.get("TANDEM_CACHE", str(tmp_path / "cache")),

@@ -51,6 +51,13 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Get that signal when the parent, which has this pid, ends in any way; at once when it has ended already."""
+    _prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
 def living(pid: int) -> Process | None:
     """A process by its pid; None when there is none, or only a zombie.
 

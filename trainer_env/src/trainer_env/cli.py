@@ -5,14 +5,18 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from bridge.errors import BridgeError, ConfigError
 from trainer_env import arguments, config
+
+if TYPE_CHECKING:
+    from trainer_env.session import Session
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -22,8 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments.parse(argv)
     _keep_bytecode()
     signal.signal(signal.SIGTERM, _interrupt)
+    return reported(lambda: _run(options))
+
+
+def reported(work: Callable[[], int]) -> int:
+    """The exit status of some work; what it raises is said in words."""
     try:
-        return _run(options)
+        return work()
     except ConfigError as error:
         print(f"tandem-train: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -37,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: Namespace) -> int:
     settings = _settings(options)
+    from trainer_env.config_checks import require_whole_groups
     from trainer_env.devices import detect
+    from trainer_env.launcher import launch
     from trainer_env.models import weights_bytes
     from trainer_env.placement import plan
     from trainer_env.session import Session
@@ -50,18 +61,27 @@ def _run(options: Namespace) -> int:
         server=settings.server,
         model_bytes=weights_bytes(settings.model.name),
     )
+    require_whole_groups(settings, placement.ranks, str(options.config))
     session = Session(settings, placement, source=str(options.config), resume=bool(options.resume))
     for line in [*session.describe(), *placement.lines()]:
         print(line, flush=True)
     if options.check:
         print(f"engine     {session.check()}")
         return 0
+    if placement.ranks > 1:
+        return launch(settings, placement, resume=bool(options.resume))
+    return train(session)
+
+
+def train(session: "Session") -> int:
+    """A session's whole run; its exit status."""
     with session:
         signal.signal(signal.SIGINT, lambda *_: session.interrupt())
         signal.signal(signal.SIGTERM, lambda *_: session.interrupt())
         session.start()
         _log_to(session.config.run_dir / "trainer.log")
         summary = session.run()
+    settings = session.config
     if summary.steps >= settings.grpo.max_steps:
         return 0
     print(

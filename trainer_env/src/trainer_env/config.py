@@ -199,6 +199,8 @@ class PlacementConfig(Section, frozen=True, kw_only=True):
     trainer_gpus: tuple[str | int, ...] = ()
     trainer_gib: NotNegative = 0.0
     """GPU memory that the trainer needs beside an engine on the same GPU; 0: estimated from the model's size."""
+    trainer_ranks: Natural = 0
+    """Processes that train on the CPU; 0: one. On GPUs there is one for each that trains."""
     server_threads: Natural = 0
     trainer_threads: Natural = 0
 

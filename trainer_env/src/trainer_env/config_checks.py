@@ -43,7 +43,15 @@ _OWNED = {
 def check(config: TrainConfig, source: str) -> None:
     """Raise one ConfigError that lists every broken rule. source: what to call the config."""
     rules = (_finite, _server, _model, _lora, _sampling, _extra, _batches, _staleness, _data, _rewards)
-    problems = [problem for rule in rules for problem in rule(config)]
+    _refuse([problem for rule in rules for problem in rule(config)], source)
+
+
+def require_whole_groups(config: TrainConfig, ranks: int, source: str) -> None:
+    """Raise ConfigError unless a generation batch of all trainer processes is a whole number of groups."""
+    _refuse(list(_groups(config, ranks)), source)
+
+
+def _refuse(problems: list[Problem], source: str) -> None:
     if problems:
         raise ConfigError("\n".join(f"{source}: {key}: {what}." for key, what in problems))
 
@@ -120,9 +128,8 @@ def _extra(config: TrainConfig) -> Iterator[Problem]:
             yield f"grpo.extra.{key}", f"cannot be set here: {_OWNED[key]}"
 
 
-def _batches(config: TrainConfig) -> Iterator[Problem]:
+def _groups(config: TrainConfig, ranks: int) -> Iterator[Problem]:
     grpo = config.grpo
-    ranks = len(config.placement.trainer_gpus) or 1
     batch = grpo.per_device_train_batch_size * ranks * grpo.generation_steps
     if batch % grpo.num_generations:
         yield (
@@ -133,6 +140,11 @@ def _batches(config: TrainConfig) -> Iterator[Problem]:
                 f"expected a multiple of num_generations ({grpo.num_generations}), so that groups stay whole"
             ),
         )
+
+
+def _batches(config: TrainConfig) -> Iterator[Problem]:
+    grpo = config.grpo
+    yield from _groups(config, len(config.placement.trainer_gpus) or config.placement.trainer_ranks or 1)
     uses, accumulation = grpo.generation_steps * grpo.num_iterations, grpo.gradient_accumulation_steps
     if uses % accumulation and accumulation % uses:
         yield (

@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any
 
 from bridge.errors import ConfigError
+from trainer_env import ranks
 from trainer_env.checkpoints import checkpoint_to_resume, save_adapter
 from trainer_env.config import TrainConfig
 from trainer_env.models import cache_dir
@@ -120,7 +121,7 @@ def run(
     rewards: Sequence[Reward],
     rollouts: Rollouts,
     publisher: Publisher,
-    tracker: Tracker,
+    tracker: Tracker | None,
     resume: bool = False,
     after_step: Callable[[int], None] | None = None,
     stop: Event | None = None,
@@ -128,8 +129,9 @@ def run(
     """Train to grpo.max_steps and save the adapter to run_dir/adapter.
 
     resume: go on from run_dir's last whole checkpoint, exactly: weights, optimizer, prompts, random state, version.
-    after_step: called with the number of steps taken, once their adapter serves. stop: once set, the step that is being
-    taken is the last. Raises ConfigError when there is nothing to resume.
+    tracker: of the first of several trainer processes; the others have none. after_step: called with the number of
+    steps taken, once their adapter serves. stop: once set in any process, the step that is being taken is the last.
+    Raises ConfigError when there is nothing to resume.
     """
     checkpoint = checkpoint_to_resume(config.run_dir / "checkpoints") if resume else None
     trainer = build_trainer(
@@ -147,7 +149,8 @@ def run(
     finally:
         rollouts.give_up()
     adapter = config.run_dir / "adapter"
-    save_adapter(policy.model, adapter)
+    if ranks.rank() == 0:
+        save_adapter(policy.model, adapter)
     return Outcome(trainer.state.global_step, adapter, trainer.state.global_step >= config.grpo.max_steps)
 
 
@@ -158,7 +161,7 @@ def build_trainer(
     rewards: Sequence[Reward],
     rollouts: Rollouts,
     publisher: Publisher,
-    tracker: Tracker,
+    tracker: Tracker | None,
     after_step: Callable[[int], None] | None = None,
     stop: Event | None = None,
 ) -> Any:
@@ -179,7 +182,7 @@ def build_trainer(
         policy.model,
         config.run_dir,
         on_mismatch=config.rollout.on_sync_mismatch,
-        tell=tracker.status,
+        tell=tracker.status if tracker else lambda _: None,
         publish_dtype=config.rollout.publish_dtype,
         timeout_s=config.rollout.timeout_s,
     )

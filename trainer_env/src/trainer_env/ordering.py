@@ -6,7 +6,6 @@ and a longer run has the same beginning.
 """
 
 import math
-import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -63,11 +62,6 @@ class Schedule:
     def last_step(self, batch: int) -> int:
         """The last optimizer step that trains on a batch, counted from 0."""
         return ((batch + 1) * self._uses - 1) // self._accumulation
-
-
-def rank_and_ranks() -> tuple[int, int]:
-    """Which of the trainer's processes this is, and how many there are, by what torchrun has set."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def training_rows(schedule: Schedule) -> Any:

@@ -34,6 +34,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     trainer: tuple[Device, ...] = ()
     memory_share: float | None = None
     """Part of each server GPU that the engine may take; None: its own default."""
+    ranks: int = 1
+    """Trainer processes: one a GPU."""
     cores: int = 1
     server_threads: int = 0
     trainer_threads: int = 0
@@ -45,7 +47,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             return [
                 f"placement  cpu: no GPU, {self.cores} cores",
                 f"  server   {threads[0]}",
-                f"  trainer  {threads[1]}",
+                f"  trainer  {threads[1]}" + (f" for each of {self.ranks} processes" if self.ranks > 1 else ""),
             ]
         share = "" if self.memory_share is None else f", engine takes up to {self.memory_share:.0%}"
         if self.mode in ("time-share", "shared"):
@@ -125,6 +127,7 @@ def plan(
         mode=mode,
         server=serving,
         trainer=training,
+        ranks=len(training),
         memory_share=_memory_share(serving, _MOST[mode], (need or 0) if mode == "shared" else 0),
         cores=devices.cores,
         server_threads=config.server_threads,
@@ -168,9 +171,10 @@ def _mode(config: PlacementConfig, devices: Devices, *, given: bool) -> Mode:
 
 def _on_cpu(config: PlacementConfig, cores: int, *, overlap: bool) -> Placement:
     # In turns each half may use all cores. Engines bind their threads themselves, so theirs is set only to share.
-    trainer = config.trainer_threads or (max(1, cores - cores // 2) if overlap else cores)
+    ranks = config.trainer_ranks or 1
+    trainer = config.trainer_threads or max(1, (cores - cores // 2 if overlap else cores) // ranks)
     server = config.server_threads or (max(1, cores // 2) if overlap else 0)
-    return Placement(mode="cpu", cores=cores, server_threads=server, trainer_threads=trainer)
+    return Placement(mode="cpu", ranks=ranks, cores=cores, server_threads=server, trainer_threads=trainer)
 
 
 def _named(ids: Sequence[str], devices: Devices, half: str) -> tuple[Device, ...]:

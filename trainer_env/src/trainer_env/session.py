@@ -10,11 +10,11 @@ from typing import Any, Self
 from bridge import protocol as p
 from bridge.endpoint import for_people
 from bridge.errors import PeerDied
-from trainer_env import data, models, rewards
+from trainer_env import data, models, ranks, rewards
 from trainer_env.config import TrainConfig, to_toml
 from trainer_env.evaluation import evaluate
 from trainer_env.jsonl import write_atomically
-from trainer_env.ordering import Schedule, rank_and_ranks
+from trainer_env.ordering import Schedule
 from trainer_env.placement import Placement
 from trainer_env.quiet import prints_to
 from trainer_env.records import Phase, Summary
@@ -160,11 +160,12 @@ class Session:
         )
         for example in (*self._data.train, *self._data.evaluation):
             sampler.encode(example.prompt)
-        rank, ranks = rank_and_ranks()
+        ranks.join(on_gpu=self.placement.mode != "cpu")
+        ranks.word_of_the_first(welcome.server_uuid)
         self._rollouts = Rollouts(
             sampler,
             self.config,
-            Schedule(self.config, self._data.train, rank=rank, ranks=ranks),
+            Schedule(self.config, self._data.train, ranks=ranks.count()),
             max_staleness=self.config.max_staleness(self.placement.mode),
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from bridge.errors import SyncMismatch
+from trainer_env import ranks
 from trainer_env.agreement import Agreement, Figures
 from trainer_env.prover import Prover
 from trainer_env.publisher import Publisher
@@ -33,7 +34,7 @@ class StepReport(TrainerCallback):
         prover: Prover,
         agreement: Agreement,
         scoring: Scoring,
-        tracker: Tracker,
+        tracker: Tracker | None,
         after_step: Callable[[int], None] | None = None,
         stop: Event | None = None,
     ) -> None:
@@ -71,7 +72,7 @@ class StepReport(TrainerCallback):
         if state.is_world_process_zero:
             self._rollouts.sampler.turns.make_room()
             self._publisher.publish(state.global_step, self._model)
-        if self._stop is not None and self._stop.is_set():
+        if ranks.any_of(self._stop is not None and self._stop.is_set()):
             control.should_training_stop = True
         # The last step's checkpoint lets a run be made longer.
         control.should_save = control.should_save or control.should_training_stop
@@ -83,9 +84,10 @@ class StepReport(TrainerCallback):
             return
         batches, self._rollouts.batches = self._rollouts.batches, []
         figures = self._agreement.take()
-        if state.is_world_process_zero:
+        tokens = int(ranks.total(sum(batch.tokens for batch in batches)))
+        if self._tracker:
             self._require_change(logs)
-            metrics = self._metrics(state.global_step, logs, batches, figures)
+            metrics = self._metrics(state.global_step, logs, batches, figures, tokens)
             samples = self._scoring.samples(state.global_step, batches[-1].versions) if batches else []
             self._tracker.step(metrics, samples)
         if self._after_step is not None:
@@ -96,7 +98,10 @@ class StepReport(TrainerCallback):
         """Writing a checkpoint is no part of the next step."""
         self._mark = time.perf_counter()
 
-    def _metrics(self, step: int, logs: dict[str, float], batches: list[Batch], figures: Figures) -> StepMetrics:
+    def _metrics(
+        self, step: int, logs: dict[str, float], batches: list[Batch], figures: Figures, tokens: int
+    ) -> StepMetrics:
+        """tokens: that all trainer processes sampled; times, ratio and staleness are the first one's."""
         # A step that reuses a batch has no rollout: its reward and length are those of the batch.
         self._carried |= {
             key: logs[key] for key in ("reward", "reward_std", "completions/mean_length") if logs.get(key) is not None
@@ -104,7 +109,7 @@ class StepReport(TrainerCallback):
         proof, proof_ms = self._prover.take()
         published = self._publisher.last
         assert published is not None, "a step ends with a publish"
-        rollout_s, tokens = sum(batch.seconds for batch in batches), sum(batch.tokens for batch in batches)
+        rollout_s = sum(batch.seconds for batch in batches)
         turned = self._rollouts.sampler.turns.take()
         return StepMetrics(
             step=step,
