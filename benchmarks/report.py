@@ -41,6 +41,9 @@ ROWS: tuple[tuple[str, str, int, Callable[[float], float]], ...] = (
 )
 """Name, figure, digits, unit."""
 
+PARTS = {"  trainer loaded": "trainer_ready_s", "  server answers": "server_ready_s", "  first step s": "first_step_s"}
+"""Of a start, and what comes right after it."""
+
 
 class Report:
     """Collects runs; writes them all after each one, so that what there is outlives whatever comes."""
@@ -85,7 +88,8 @@ class Report:
         console = Console(highlight=False)
         if not console.is_terminal:
             console = Console(highlight=False, width=FIXED_WIDTH)
-        table = Table(title=title, title_justify="left", header_style="dim")
+        console.print(title, markup=False, soft_wrap=True)
+        table = Table(header_style="dim")
         table.add_column("median of a step")
         for run in self._runs:
             table.add_column(run["name"], justify="right")
@@ -94,7 +98,8 @@ class Report:
         for label, which in (("cold start s", "cold_start"), ("start s", "start")):
             starts = [run[which] or {} for run in self._runs]
             self._row(table, label, [start.get("first_step_began_s") for start in starts], 0)
-            self._row(table, "  first step s", [start.get("first_step_s") for start in starts], 1)
+            for part, figure in PARTS.items():
+                self._row(table, part, [start.get(figure) for start in starts], 1)
         for half in ("trainer", "server"):
             held = [run["gpu_peak_bytes"].get(half) for run in self._runs]
             self._row(table, f"peak GiB, {half}", held, 1, lambda value: value / GIB)
@@ -103,6 +108,8 @@ class Report:
             self._row(table, f"peak GiB, GPU {gpu}", held, 1, lambda value: value / GIB)
         console.print(table)
         for run in self._runs:
+            if disagree := run["proofs"].get("disagrees"):
+                console.print(f"PROBLEM: {run['name']}: the halves disagree on {disagree} steps' batches", markup=False)
             if run["problem"]:
                 console.print(f"PROBLEM: {run['name']}: {run['problem']}", markup=False, soft_wrap=True)
 
