@@ -84,7 +84,7 @@ class Report:
             self._options.out.write_text(content + "\n", encoding="utf-8")
 
     def show(self, title: str) -> None:
-        """The table so far, a column a variant, and what went wrong."""
+        """The table so far, a column a variant, and what went wrong with the newest."""
         console = Console(highlight=False)
         if not console.is_terminal:
             console = Console(highlight=False, width=FIXED_WIDTH)
@@ -107,11 +107,11 @@ class Report:
             held = [run["gpu_used_peak_bytes"].get(gpu) for run in self._runs]
             self._row(table, f"peak GiB, GPU {gpu}", held, 1, lambda value: value / GIB)
         console.print(table)
-        for run in self._runs:
-            if disagree := run["proofs"].get("disagrees"):
-                console.print(f"PROBLEM: {run['name']}: the halves disagree on {disagree} steps' batches", markup=False)
-            if run["problem"]:
-                console.print(f"PROBLEM: {run['name']}: {run['problem']}", markup=False, soft_wrap=True)
+        newest = self._runs[-1]
+        if disagree := newest["proofs"].get("disagrees"):
+            console.print(f"PROBLEM: {newest['name']}: the halves disagree on {disagree} steps' batches", markup=False)
+        if newest["problem"]:
+            console.print(f"PROBLEM: {newest['name']}: {newest['problem']}", markup=False, soft_wrap=True)
 
     @staticmethod
     def _row(

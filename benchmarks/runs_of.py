@@ -6,6 +6,7 @@ Tandem and its peers alike write a line a step into a metrics.jsonl, with the na
 import contextlib
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -113,11 +114,12 @@ class Child:
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], log: str) -> None:
         self.lines: list[tuple[float, str]] = []
         """(seconds from the start, line)"""
+        self.command = list(command)
         folder.mkdir(parents=True, exist_ok=True)
         self._log = (folder / log).open("w", encoding="utf-8")
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            list(command),
+            self.command,
             cwd=folder,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
             stdin=subprocess.DEVNULL,
@@ -193,7 +195,7 @@ def watch(
                 run.problem = f"not at its end after {timeout_s:g} s\n{child.tail()}"
             dead = next((other for other in beside if other.process.poll() is not None), None)
             if dead:
-                run.problem = f"{dead.process.args} ended\n{dead.tail()}"
+                run.problem = f"{shlex.join(dead.command)} ended\n{dead.tail()}"
             time.sleep(POLL_S)
     _note(run, lines, child)
     if child.process.poll():

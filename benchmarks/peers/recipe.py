@@ -76,6 +76,7 @@ def write_steps(trainer: Any, job: dict[str, Any]) -> None:
     """Have a trainer write metrics.jsonl. rollout_s: vLLM's generate. publish_ms: TRL's sync_weights, before it.
 
     Unsloth's engine shares the trainer's memory: its sync does nothing, and its adapter is loaded within generate.
+    ratio_mean is TRL's own, truncated.
     """
     from transformers import TrainerCallback
 
