@@ -2,8 +2,8 @@
 
     .venvs/trainer/bin/python benchmarks/random_model.py FOLDER --like qwen2-1.5b [--tokenizer FOLDER]
 
-The weights are bfloat16 safetensors, the same for the same shape and seed. The tokenizer is that of the default job,
-its vocabulary filled up to the model's with words that no text is cut into, so that every sampled id means something.
+The weights are bfloat16 safetensors, the same for the same shape, seed and kind of device. The tokenizer is that of the
+default job, its vocabulary filled up to the model's with words that no text is cut into, so that every sampled id means something.
 A completion of 256 tokens ends early about twice in a thousand.
 """
 
@@ -60,7 +60,8 @@ def make(folder: Path, like: str, words: Any, seed: int) -> int:
         pad_token_id=words.pad_token_id,
     )
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = words.eos_token_id
     model.generation_config.pad_token_id = words.pad_token_id
     model.save_pretrained(folder)
