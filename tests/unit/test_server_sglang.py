@@ -12,6 +12,7 @@ from served import tiny_model
 from server_env import sglang
 from server_env.config import ServerConfig
 from server_env.engine import Endpoint
+from server_env.engine_http import KEEP_ALIVE_S
 from server_env.options import EngineOptions, Option
 from server_env.sglang import CPU_STAND_INS, SGLangConfig, environment, resolve
 from server_env.sglang_http import SGLang
@@ -91,6 +92,7 @@ def test_the_stand_ins_are_on_the_path_of_cpu_runs_only(tmp_path, model):
     assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS"} & on_gpu.keys()
     assert on_gpu["TMPDIR"] == str(tmp_path / "scratch")
     assert on_gpu["HF_HUB_OFFLINE"] == "1"
+    assert float(on_gpu["SGLANG_TIMEOUT_KEEP_ALIVE"]) > KEEP_ALIVE_S
     assert variables("cpu", engine_env={"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
 
 

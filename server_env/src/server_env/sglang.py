@@ -9,6 +9,7 @@ import msgspec
 
 from bridge.errors import ConfigError
 from server_env import flags
+from server_env.engine_http import KEEP_ALIVE_S
 from server_env.options import EngineOptions
 from server_env.peft_adapter import BaseModel
 
@@ -218,6 +219,8 @@ def environment(
     variables = {
         # Its inner sockets lie there: nobody else may come near them.
         "TMPDIR": str(scratch),
+        # Its own 5 s are fewer than what our connections are kept for: some would be closed as they are used again.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(round(5 * KEEP_ALIVE_S)),
         **flags.compiled_caches(cache),
         **flags.offline(options.model_path),
     }
