@@ -3,7 +3,8 @@
     .venvs/trainer/bin/python benchmarks/random_model.py FOLDER --like qwen2-1.5b [--tokenizer FOLDER]
 
 The weights are bfloat16 safetensors, the same for the same shape, seed and kind of device. The tokenizer is that of the
-default job, its vocabulary filled up to the model's with words that no text is cut into, so that every sampled id means something.
+default job, its vocabulary filled up to the model's with words that no text is cut into, so that every sampled id means
+something.
 A completion of 256 tokens ends early about twice in a thousand.
 """
 
