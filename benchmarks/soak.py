@@ -241,7 +241,8 @@ async def soak(options: argparse.Namespace, folder: Path) -> Soak:
         venvs = Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")
         python = str(venvs / f"server-{options.backend}" / "bin" / "python")
         script, model = ROOT / "tests" / "engines" / "make_tiny_model.py", folder / "model"
-        subprocess.run([python, script, model], check=True, capture_output=True, timeout=300)  # noqa: ASYNC221
+        maker = venvs / "trainer" / "bin" / "python"  # SGLang's environment cannot import what this takes.
+        subprocess.run([maker, script, model], check=True, capture_output=True, timeout=300)  # noqa: ASYNC221
         program = [python, "-m", "server_env.cli"]
         section |= {"backend": options.backend, "dtype": "float32", "cpu_kv_gib": 1}
     extra = tuple(word for setting in options.set for word in ("--set", setting))
