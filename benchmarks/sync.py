@@ -17,7 +17,6 @@ tmpfs, loaded over the engine's own HTTP route, and one token asked for over it,
 """
 
 import argparse
-import hashlib
 import random
 import shutil
 import sys
@@ -32,9 +31,10 @@ from rich.table import Table
 import direct
 import policy
 from bridge import protocol as p
+from bridge.digest import digest
 from rig import DEADLINE_S, Report, Rig, numbers, parser, rig, say, summary
+from trainer_env.packing import Packed, Packer
 from trainer_env.probe import ROW_TOKENS, ROWS
-from trainer_env.publisher import Packed, pack
 
 CONTEXT = 512
 PROMPT_TOKENS = 32
@@ -78,16 +78,16 @@ class Sync:
         self._rows = [rng.choices(it.token_ids, k=ROW_TOKENS) for _ in range(ROWS)]
         self._version = 0
 
-    def publish(self, model: Any) -> Times:
+    def publish(self, model: Any, packer: Packer) -> Times:
         """Step, publish, and ask for a token of the new version."""
         self._version += 1
         policy.step(model)
         clock = Clock()
-        packed = pack(model, max_rank=self._client.welcome.limits.max_lora_rank)
+        packed = packer.pack()
         times = {"gather": clock.lap()}
         request = p.PublishAdapter(
             version=self._version,
-            sha256=packed.sha256,
+            digest=packed.digest,
             adapter_config=packed.adapter_config,
             deadline_s=DEADLINE_S,
         )
@@ -116,10 +116,10 @@ class Sync:
             asked.result()
         return clock.lap()
 
-    def floor(self, model: Any) -> Times:
+    def floor(self, model: Any, packer: Packer) -> Times:
         """The same for an engine that is asked directly, of other weights again."""
         policy.step(model)
-        packed = pack(model)
+        packed = packer.pack()
         copy = _copy(model)
         path, name = self._folder / "adapter", f"direct-{self._version}"
         path.mkdir()
@@ -139,7 +139,7 @@ class Sync:
 
 def _digest(packed: Packed) -> float:
     clock = Clock()
-    hashlib.sha256(packed.payload).hexdigest()
+    digest(packed.payload)
     return clock.lap()
 
 
@@ -159,9 +159,9 @@ def _copy(model: Any) -> float:
 
 def measure(sync: Sync, rank: int, model: Any, options: argparse.Namespace) -> dict[str, Any]:
     """One rank: Tandem and the floor in turns."""
-    ours, floors = [], []
+    ours, floors, packer = [], [], Packer(model)
     for turn in range(options.warm_up + options.publishes):
-        timed = sync.publish(model), sync.floor(model)
+        timed = sync.publish(model, packer), sync.floor(model, packer)
         if turn >= options.warm_up:
             ours.append(timed[0])
             floors.append(timed[1])

@@ -1,12 +1,12 @@
 """Random LoRA adapters as safetensors bytes, without torch: what a trainer would publish."""
 
-import hashlib
 import json
 import random
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
+from bridge.digest import digest
 from bridge.protocol import PublishAdapter
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -20,11 +20,11 @@ class Adapter:
     config: dict[str, object]
 
     @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
+    def digest(self) -> str:
+        return digest(self.data)
 
     def publish(self, version: int, deadline_s: float = 60.0) -> PublishAdapter:
-        return PublishAdapter(version=version, sha256=self.sha256, adapter_config=self.config, deadline_s=deadline_s)
+        return PublishAdapter(version=version, digest=self.digest, adapter_config=self.config, deadline_s=deadline_s)
 
     def write(self, folder: Path) -> Path:
         """In PEFT's format."""

@@ -17,7 +17,6 @@ import pytest_asyncio
 import lora_files
 from bridge import protocol as p
 from served import generate, score, served
-from server_env.canary import SAMPLED_TOKENS
 from server_env.peft_adapter import read_header
 from trainer_env import proof
 
@@ -51,7 +50,7 @@ def trainer(reference, tmp_path):
     def logprobs(adapter=None, model=None):
         folder = ""
         if adapter:
-            folder = tmp_path / adapter.sha256
+            folder = tmp_path / adapter.digest
             if not folder.exists():
                 adapter.write(folder)
         other = {"model": str(model)} if model else {}
@@ -98,7 +97,7 @@ async def test_honest_publishes_raise_no_alarm(client, tiny, trainer, record_pro
         found.append(proof.shift(ours, proof.less(await scored(client, version), server_base), noise))
         if version % CACHED_EVERY == 0:
             await client.ask(generate(prefix, version=0, max_tokens=1, ignore_eos=True))
-            ask = generate(prefix, version=version, max_tokens=SAMPLED_TOKENS, ignore_eos=True)
+            ask = generate(prefix, version=version, max_tokens=8, ignore_eos=True)
             completion = (await client.ask(ask)).completions[0]
             ids = p.unpack_ids(completion.token_ids)
             again = p.unpack_logprobs((await client.ask(score([*prefix, *ids], version=version))).logprobs)
@@ -139,7 +138,7 @@ def without(adapter, module):
 async def verdicts(client, trainer, meant, sent, model=None):
     """What the checks of the first rollout say when the trainer computes one canary and the engine gets another."""
     rows = tuple(map(p.pack_ids, ROWS))
-    ask = p.Canary(sha256=sent.sha256, adapter_config=sent.config, rows=rows, deadline_s=120)
+    ask = p.Canary(digest=sent.digest, adapter_config=sent.config, rows=rows, deadline_s=120)
     answers = await client.ask(ask, sent.data)
     base, server_base = trainer(model=model), joined(map(p.unpack_logprobs, answers.base))
     canary = proof.canary(

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import hashlib
 import os
 import subprocess
 import threading
@@ -18,6 +17,7 @@ from bridge import protocol as p
 from bridge import server as server_module
 from bridge.blocking import BlockingClient
 from bridge.client import BridgeClient
+from bridge.digest import digest
 from bridge.endpoint import Connection
 from bridge.errors import (
     BridgeError,
@@ -54,7 +54,7 @@ async def ipc(tmp_path) -> AsyncIterator[World]:
 
 
 def publish(buffer: bytes | memoryview, **fields) -> p.PublishAdapter:
-    return p.PublishAdapter(version=1, sha256=hashlib.sha256(buffer).hexdigest(), adapter_config={"r": 8}, **fields)
+    return p.PublishAdapter(version=1, digest=digest(buffer), adapter_config={"r": 8}, **fields)
 
 
 # ---- asking --------------------------------------------------------------------------------------------------------
@@ -94,18 +94,18 @@ async def test_a_big_buffer_arrives_whole(world, view):
     world.handler.answers[p.PublishAdapter] = None
 
     async def look(message, call):
-        seen.append(hashlib.sha256(call.buffer).hexdigest())
+        seen.append(digest(call.buffer))
         return p.Done()
 
     world.server._handler = look
     await client.ask(publish(buffer), view(buffer))
-    assert seen == [hashlib.sha256(buffer).hexdigest()]
+    assert seen == [digest(buffer)]
 
 
 async def test_a_buffer_of_an_adapters_size_holds_up_neither_loop(world):
     client = await world.connect()
     buffer = bytes(100 << 20)
-    request = p.PublishAdapter(version=1, sha256="", adapter_config={})
+    request = p.PublishAdapter(version=1, digest="", adapter_config={})
     publishing = asyncio.create_task(client.ask(request, buffer))
     slowest = 0.0
     while not publishing.done():
@@ -908,7 +908,7 @@ async def test_servers_and_clients_leak_no_task_no_thread_and_no_descriptor(tmp_
         async with new_world(transport, tmp_path) as world:
             client = await world.connect(run_id="r", on_event=lambda _: None)
             await client.ask(generate("one"))
-            await client.ask(p.PublishAdapter(version=1, sha256="", adapter_config={}), bytes(1 << 20))
+            await client.ask(p.PublishAdapter(version=1, digest="", adapter_config={}), bytes(1 << 20))
             asked = asyncio.create_task(client.ask(generate("hold")))
             await until(lambda: world.handler.now, "it is worked on")
             with await asyncio.to_thread(BlockingClient.connect, world.connection) as blocking:

@@ -117,7 +117,7 @@ class Target:
         answer = await self.client.ask(p.Generate(prompt=prompt))
         assert isinstance(answer, p.Generated)
         assert answer.completions[0].token_ids == prompt
-        publish = p.PublishAdapter(version=self.sent, sha256="", adapter_config={})
+        publish = p.PublishAdapter(version=self.sent, digest="", adapter_config={})
         loaded = await self.client.ask(publish, bytes(100_000))
         assert isinstance(loaded, p.AdapterLoaded)
         assert (loaded.version, loaded.nbytes) == (self.sent, 100_000)

@@ -18,7 +18,7 @@ ENOUGH_S = 60.0
 
 def canary_of(adapter, rows=ROWS):
     packed = tuple(map(p.pack_ids, rows))
-    return p.Canary(sha256=adapter.sha256, adapter_config=adapter.config, rows=packed, deadline_s=ENOUGH_S)
+    return p.Canary(digest=adapter.digest, adapter_config=adapter.config, rows=packed, deadline_s=ENOUGH_S)
 
 
 async def ask(client, model, seed=1, rows=ROWS):

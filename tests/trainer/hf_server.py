@@ -6,7 +6,6 @@ it is asked, so that an interrupted run can be compared with one that was not. I
 """
 
 import contextlib
-import hashlib
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from peft.utils.save_and_load import set_peft_model_state_dict
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
+from bridge.digest import digest
 from bridge.protocol import (
     AdapterLoaded,
     Canary,
@@ -120,7 +120,7 @@ class HFServer:
 
     def _publish(self, request: PublishAdapter, payload: bytes) -> AdapterLoaded:
         assert request.version > self.version
-        assert hashlib.sha256(payload).hexdigest() == request.sha256
+        assert digest(payload) == request.digest
         self._wrap(request.adapter_config)
         self.version = request.version
         self._asked = 0
@@ -154,7 +154,7 @@ class HFServer:
             yield
 
     def _answer_canary(self, request: Canary, payload: bytes) -> CanaryScored:
-        assert hashlib.sha256(payload).hexdigest() == request.sha256
+        assert digest(payload) == request.digest
         rows = [unpack_ids(row) for row in request.rows]
         with self._base():
             base = [pack_logprobs(self.score(row[:1], row[1:])) for row in rows]

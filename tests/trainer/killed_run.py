@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bridge.digest import digest
+
 SETTINGS = ("grpo.max_steps=6", "grpo.save_steps=2", "grpo.learning_rate=1e-3")
 LIVES = [
     ("sampling", 4),
@@ -108,7 +110,7 @@ def live(folder: Path, run: str, number: int, point: str, step: int) -> None:
 
     class Server(HFServer):
         def _publish(self, request: Any, payload: bytes) -> Any:
-            note(served=request.version, sha256=hashlib.sha256(payload).hexdigest())
+            note(served=request.version, digest=digest(payload))
             return super()._publish(request, payload)
 
         def _generate(self, request: Any, version: int) -> Any:

@@ -72,7 +72,7 @@ def test_every_version_has_the_same_bytes_in_every_life(journal):
     served = {}
     for entry in journal:
         if "served" in entry:
-            served.setdefault(entry["served"], set()).add(entry["sha256"])
+            served.setdefault(entry["served"], set()).add(entry["digest"])
     assert sorted(served) == list(range(1, STEPS + 1))
     assert all(len(digests) == 1 for digests in served.values())
 

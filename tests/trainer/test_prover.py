@@ -188,16 +188,17 @@ def test_an_engine_that_forgets_adapters_is_caught_by_the_shift(train, tiny):
 
 
 def test_the_same_bytes_twice_are_caught_when_the_weights_should_have_moved(train, tiny, monkeypatch):
-    from trainer_env import publisher
+    from trainer_env.packing import Packer
 
     packed = []
 
-    def frozen(model, **how):
-        packed.append(real(model, **how))
-        return packed[min(1, len(packed) - 1)]  # The first one is the canary.
+    def frozen(packer):
+        if len(packed) < 2:  # The canary, and version 1.
+            packed.append(real(packer))
+        return packed[-1]
 
-    real = publisher.pack
-    monkeypatch.setattr(publisher, "pack", frozen)
+    real = Packer.pack
+    monkeypatch.setattr(Packer, "pack", frozen)
     with pytest.raises(SyncMismatch, match="very bytes of the version before"):
         train(*CONSTANT, "grpo.max_steps=4")
 

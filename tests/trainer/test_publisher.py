@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from bridge.errors import Refused, StaleVersion, SyncMismatch
 from bridge.protocol import AdapterLoaded
 from trainer_env.checkpoints import save_adapter
-from trainer_env.publisher import Publisher, pack
+from trainer_env.packing import Packer, pack
+from trainer_env.publisher import Publisher
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 IDS = torch.arange(3, 23).unsqueeze(0)
@@ -115,6 +116,19 @@ def test_bfloat16_halves_the_bytes(base):
     full, half = load(bytes(pack(model).payload)), load(bytes(pack(model, dtype="bfloat16").payload))
     assert all(half[name].dtype == torch.bfloat16 for name in full)
     assert all(torch.equal(half[name], full[name].bfloat16()) for name in full)
+
+
+def test_what_was_packed_last_stays_while_the_next_one_is_packed(base):
+    model = adapted(base)
+    packer = Packer(model)
+    first = packer.pack()
+    before = bytes(first.payload)
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 1  # Another storage, as when a model is moved.
+    second = packer.pack()
+    assert bytes(first.payload) == before
+    assert bytes(second.payload) == bytes(pack(model).payload) != before
+    assert second.digest == pack(model).digest != first.digest
 
 
 def test_any_number_of_tensors_costs_one_copy_to_the_host(base):

@@ -133,7 +133,7 @@ def test_garbage_is_a_mismatch(garbage):
 
 @given(st.data())
 def test_a_damaged_message_is_a_mismatch_or_another_message(data):
-    whole = bytearray(p.encode(p.PublishAdapter(version=3, sha256="ab", adapter_config={"r": 8, "modules": ["q"]})))
+    whole = bytearray(p.encode(p.PublishAdapter(version=3, digest="ab", adapter_config={"r": 8, "modules": ["q"]})))
     place = data.draw(st.integers(0, len(whole) - 1))
     whole[place] = data.draw(st.integers(0, 255))
     damaged = bytes(whole[: data.draw(st.integers(0, len(whole)))])
@@ -143,7 +143,7 @@ def test_a_damaged_message_is_a_mismatch_or_another_message(data):
 
 def publish(config: bytes) -> bytes:
     """A PublishAdapter whose adapter_config is raw msgpack."""
-    fields = {"type": "PublishAdapter", "version": 1, "sha256": ""}
+    fields = {"type": "PublishAdapter", "version": 1, "digest": ""}
     packed = b"".join(msgspec.msgpack.encode(part) for item in fields.items() for part in item)
     return b"\x84" + packed + msgspec.msgpack.encode("adapter_config") + config
 

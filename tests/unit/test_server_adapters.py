@@ -1,6 +1,5 @@
 """What an adapter's bytes say, which ones are refused and why, and how they lie on disk."""
 
-import hashlib
 import json
 import struct
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import lora_files
+from bridge.digest import digest
 from bridge.errors import Refused
 from served import tiny_model
 from server_env.peft_adapter import BaseModel, check, read_header
@@ -107,7 +107,7 @@ def test_every_cut_of_an_adapter_is_refused(model):
 def test_a_version_appears_whole_in_pefts_format(tmp_path, model):
     adapter = lora_files.make(model, 1)
     spool = Spool(tmp_path / "spool")
-    path = spool.write("policy-v000001", memoryview(adapter.data), adapter.sha256, adapter.config)
+    path = spool.write("policy-v000001", memoryview(adapter.data), adapter.digest, adapter.config)
     assert path.name == "policy-v000001"
     assert (path / "adapter_model.safetensors").read_bytes() == adapter.data
     assert json.loads((path / "adapter_config.json").read_text()) == adapter.config
@@ -119,14 +119,14 @@ def test_a_version_appears_whole_in_pefts_format(tmp_path, model):
 def test_other_bytes_than_announced_are_refused_and_leave_nothing(tmp_path):
     spool = Spool(tmp_path / "spool")
     with pytest.raises(Refused, match="digest"):
-        spool.write("v", memoryview(b"abc"), hashlib.sha256(b"abd").hexdigest(), {})
+        spool.write("v", memoryview(b"abc"), digest(b"abd"), {})
     assert not list(spool.folder.iterdir())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_a_clear_refusal_and_leaves_nothing(tmp_path, monkeypatch):
     spool = Spool(tmp_path / "spool")
-    first = spool.write("policy-v000001", memoryview(b"a"), hashlib.sha256(b"a").hexdigest(), {})
+    first = spool.write("policy-v000001", memoryview(b"a"), digest(b"a"), {})
 
     def full(path, data):
         with Path("/dev/full").open("wb", buffering=0) as file:
@@ -134,7 +134,7 @@ def test_a_full_disk_is_a_clear_refusal_and_leaves_nothing(tmp_path, monkeypatch
 
     monkeypatch.setattr("server_env.spool._write", full)
     with pytest.raises(Refused) as caught:
-        spool.write("policy-v000002", memoryview(b"b"), hashlib.sha256(b"b").hexdigest(), {})
+        spool.write("policy-v000002", memoryview(b"b"), digest(b"b"), {})
     assert "no room for 1 bytes" in caught.value.what
     assert "spool_dir" in caught.value.remedy
     assert list(spool.folder.iterdir()) == [first]

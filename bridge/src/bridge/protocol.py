@@ -14,7 +14,7 @@ import msgspec
 
 from bridge.errors import Failure, ProtocolMismatch
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_DATA_BYTES = 16 << 20
 """Largest frame on the data socket."""
@@ -116,7 +116,7 @@ class PublishAdapter(Request, frozen=True, kw_only=True):
     """A new adapter; the buffer holds its safetensors bytes. Reply: `AdapterLoaded`, once new requests use it."""
 
     version: int
-    sha256: str
+    digest: str
     adapter_config: dict[str, object]
     """PEFT's adapter_config.json."""
 
@@ -138,7 +138,7 @@ class Canary(Request, frozen=True, kw_only=True):
     it, and repeats it after each start of the engine and each wake, before it serves. Reply: `CanaryScored`.
     """
 
-    sha256: str
+    digest: str
     adapter_config: dict[str, object]
     """PEFT's adapter_config.json."""
     rows: tuple[TokenIds, ...]

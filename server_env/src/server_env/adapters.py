@@ -28,7 +28,7 @@ class Loaded:
 
     name: str
     path: Path
-    sha256: str
+    digest: str
     config: dict[str, Any]
     users: int = 0
     """Versions that are this adapter: more than one when bytes were published again."""
@@ -141,7 +141,7 @@ class Adapters:
 
     def _published_before(self, request: PublishAdapter) -> AdapterLoaded | None:
         newest = self._versions[self.newest]
-        if newest.adapter and request.version == self.newest and request.sha256 == newest.adapter.sha256:
+        if newest.adapter and request.version == self.newest and request.digest == newest.adapter.digest:
             return newest.answer
         if request.version < 1 or (request.version <= self.newest and not self._any_next):
             raise StaleVersion(
@@ -153,7 +153,7 @@ class Adapters:
 
     async def _publish(self, request: PublishAdapter, data: memoryview) -> AdapterLoaded:
         newest = self._versions[self.newest].adapter
-        if newest and newest.sha256 == request.sha256 and newest.config == request.adapter_config:
+        if newest and newest.digest == request.digest and newest.config == request.adapter_config:
             answer = AdapterLoaded(
                 version=request.version,
                 name=newest.name,
@@ -186,8 +186,8 @@ class Adapters:
 
     def _spool(self, name: str, request: PublishAdapter, data: memoryview) -> Loaded:
         check(request.adapter_config, data, max_rank=self.limits.max_rank, base=self.base)
-        path = self.spool.write(name, data, request.sha256, request.adapter_config)
-        return Loaded(name, path, request.sha256, request.adapter_config)
+        path = self.spool.write(name, data, request.digest, request.adapter_config)
+        return Loaded(name, path, request.digest, request.adapter_config)
 
     def _switch(self, version: Version) -> AdapterLoaded:
         """From here on new requests get this version."""

@@ -1,15 +1,16 @@
 """Adapter files while the engine may read them: written whole or not at all, owned by the server alone."""
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from bridge.digest import digest
 from bridge.endpoint import private_dir
 from bridge.errors import Refused
 
@@ -23,20 +24,26 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self.folder = private_dir(folder)
 
-    def write(self, name: str, data: memoryview, sha256: str, config: Mapping[str, Any]) -> Path:
-        """Check the digest and write `name/` in PEFT's format. Raises Refused for other bytes or a full disk."""
-        found = hashlib.sha256(data).hexdigest()
-        if found != sha256:
-            raise Refused(
-                f"The adapter's bytes were changed on their way: their digest is {found[:12]}…, not {sha256[:12]}….",
-                remedy="Publish it again; if it happens again, look for a broken disk or memory on either host.",
-            )
+    def write(self, name: str, data: memoryview, expected: str, config: Mapping[str, Any]) -> Path:
+        """Write `name/` in PEFT's format and check the digest. Raises Refused for other bytes or a full disk."""
         aside, final = self.folder / f".{name}", self.folder / name
         try:
             aside.mkdir(mode=0o700)
-            _write(aside / WEIGHTS, data)
+            with ThreadPoolExecutor(1) as beside:
+                writing = beside.submit(_write, aside / WEIGHTS, data)
+                found = digest(data)
+                writing.result()
+            if found != expected:
+                raise Refused(
+                    "The adapter's bytes were changed on their way: "
+                    f"their digest is {found[:12]}…, not {expected[:12]}….",
+                    remedy="Publish it again; if it happens again, look for a broken disk or memory on either host.",
+                )
             _write(aside / CONFIG, msgspec.json.format(msgspec.json.encode(config)))
             aside.rename(final)
+        except Refused:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

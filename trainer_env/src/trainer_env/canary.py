@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer_env.publisher import ADAPTER
+from trainer_env.packing import ADAPTER
 
 Score = Callable[[], list[float]]
 """Logprobs of some tokens under the weights as they are."""

@@ -45,7 +45,7 @@ def checkpoint_to_resume(folder: Path) -> Path:
 
 def save_adapter(model: Any, folder: Path) -> None:
     """Write the trained adapter in PEFT's format, aside and then renamed, in place of an older one."""
-    from trainer_env.publisher import ADAPTER  # Torch takes seconds; finding a checkpoint does not need it.
+    from trainer_env.packing import ADAPTER  # Torch takes seconds; finding a checkpoint does not need it.
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -17,9 +17,9 @@ from bridge.protocol import Canary, CanaryScored, pack_ids, unpack_logprobs
 from trainer_env import proof
 from trainer_env.agreement import Figures
 from trainer_env.canary import CanaryWeights, borrowed
+from trainer_env.packing import ADAPTER, pack
 from trainer_env.probe import Probe, Scorer, chosen, joined
 from trainer_env.proof import Check, Finding, Verdict
-from trainer_env.publisher import ADAPTER, pack
 from trainer_env.server import Server
 
 SIZING_TOKENS = 24
@@ -154,7 +154,7 @@ class Prover:
             weights.resize(lambda: self.scorer(few)[0])
             packed = pack(self._model, max_rank=self._server.welcome.limits.max_lora_rank, dtype=self._dtype)
             request = Canary(
-                sha256=packed.sha256,
+                digest=packed.digest,
                 adapter_config=packed.adapter_config,
                 rows=tuple(map(pack_ids, probe.rows)),
                 deadline_s=self._timeout_s,

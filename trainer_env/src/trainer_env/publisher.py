@@ -1,51 +1,13 @@
-"""Turns the trained adapter into bytes that PEFT, vLLM and SGLang read, and makes the server serve them."""
+"""Makes the server serve the trained adapter, one version after the other."""
 
-import hashlib
-import json
-import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bridge.errors import BridgeError, Refused, StaleVersion, SyncMismatch
 from bridge.protocol import AdapterLoaded, PublishAdapter
+from trainer_env.packing import Packer, adapter_tensors
 from trainer_env.server import Server
-
-if TYPE_CHECKING:
-    # Imported late at run time: what a run sets for torch and patches in peft comes first (grpo.import_unsloth).
-    import torch
-    from peft import LoraConfig
-
-ADAPTER = "default"
-"""The trained adapter. With beta > 0 TRL adds a frozen one beside it, which is never sent."""
-
-_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16"}
-
-_PLAIN: dict[str, tuple[object, ...]] = {
-    "use_dora": (False,),
-    "bias": ("none",),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, {}, []),
-    "target_parameters": (None, []),
-    "layer_replication": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "use_qalora": (False,),
-    "alora_invocation_tokens": (None, []),
-    "use_bdlora": (None, False),
-    "init_lora_weights": (True, False, "gaussian"),
-}
-"""What a LoraConfig field must be for both engines to compute what the trainer does: the rest they drop or refuse."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """An adapter ready to send. payload: a safetensors file; adapter_config: PEFT's adapter_config.json."""
-
-    payload: memoryview
-    sha256: str
-    adapter_config: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -56,7 +18,7 @@ class Published:
     """
 
     loaded: AdapterLoaded
-    sha256: str
+    digest: str
     publish_ms: float
     load_ms: float
     repeated: bool = False
@@ -72,13 +34,14 @@ class Publisher:
         self.server = server
         self._timeout_s = timeout_s
         self._dtype = dtype
+        self._packer: Packer | None = None
         self.last: Published | None = None
 
     def publish(self, version: int, model: Any) -> AdapterLoaded:
         """Make the server serve the model's adapter as `version`. Returns once new requests use it.
 
-        model: a PeftModel, unwrapped. Raises Refused for an adapter that the server cannot represent, StaleVersion
-        for a version older than the last, and whatever error the server answers with.
+        model: a PeftModel, unwrapped, the same each time. Raises Refused for an adapter that the server cannot
+        represent, StaleVersion for a version older than the last, and whatever error the server answers with.
         """
         if self.last is not None and version <= self.last.loaded.version:
             if version == self.last.loaded.version:
@@ -91,10 +54,13 @@ class Publisher:
             self.last = Published(_base_model(model), "", 0.0, 0.0)
             return self.last.loaded
         started = time.perf_counter()
-        packed = pack(model, max_rank=self.server.welcome.limits.max_lora_rank, dtype=self._dtype)
+        if self._packer is None:
+            limits = self.server.welcome.limits
+            self._packer = Packer(model, max_rank=limits.max_lora_rank, dtype=self._dtype)
+        packed = self._packer.pack()
         request = PublishAdapter(
             version=version,
-            sha256=packed.sha256,
+            digest=packed.digest,
             adapter_config=packed.adapter_config,
             deadline_s=self._timeout_s,
         )
@@ -111,10 +77,10 @@ class Publisher:
             )
         self.last = Published(
             loaded,
-            packed.sha256,
+            packed.digest,
             publish_ms=(time.perf_counter() - started) * 1000,
             load_ms=loaded.load_s * 1000,
-            repeated=self.last is not None and self.last.sha256 == packed.sha256,
+            repeated=self.last is not None and self.last.digest == packed.digest,
         )
         return loaded
 
@@ -132,75 +98,9 @@ class Publisher:
             )
 
 
-def pack(model: Any, *, max_rank: int = 0, dtype: str = "float32") -> Packed:
-    """The model's trained adapter as one safetensors file in memory, under PEFT's names.
-
-    All tensors are joined on their device and come to the host in one copy: hundreds of small ones cost far more on a
-    GPU. max_rank: the server's limit, 0 for none. Raises Refused, naming what the server cannot represent.
-    """
-    import torch
-
-    config: LoraConfig = model.peft_config[ADAPTER]
-    _refuse_what_engines_drop(config, max_rank)
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    tensors = _tensors(model)
-    header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * torch_dtype.itemsize
-        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    start = 8 + len(encoded)
-    payload = bytearray(start + offset)
-    payload[:start] = len(encoded).to_bytes(8, "little") + encoded
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()]).to(torch_dtype)
-    torch.frombuffer(payload, dtype=torch_dtype, offset=start).copy_(flat)
-    return Packed(memoryview(payload), hashlib.sha256(payload).hexdigest(), _adapter_config(config))
-
-
-def _refuse_what_engines_drop(config: "LoraConfig", max_rank: int) -> None:
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
-        raise Refused(f"The server can serve LoRA adapters, not {kind}.", remedy="Train with LoRA.")
-    for name, allowed in _PLAIN.items():
-        value = getattr(config, name, allowed[0])
-        if value not in allowed:
-            raise Refused(
-                f"The server cannot represent an adapter with {name}={value!r}.",
-                why="vLLM and SGLang would drop it silently or refuse to load it.",
-                remedy=f"Leave lora.{name} at {allowed[0]!r}.",
-            )
-    if max_rank and config.r > max_rank:
-        raise Refused(
-            f"The adapter's rank {config.r} is above the server's limit of {max_rank}.",
-            why="The engine was started with room for smaller adapters.",
-            remedy=f"Set lora.r to {max_rank} or less, or start the server with max_lora_rank = {config.r}.",
-        )
-
-
-def _adapter_config(config: "LoraConfig") -> dict[str, object]:
-    """PEFT's adapter_config.json. A rank-stabilized scaling is written as a plain one, the only one SGLang computes."""
-    written = config.to_dict() | {"inference_mode": True}
-    if config.use_rslora:
-        written |= {"use_rslora": False, "lora_alpha": config.lora_alpha * math.sqrt(config.r)}
-    return {
-        key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
-        for key, value in written.items()
-    }
-
-
-def _tensors(model: Any) -> "dict[str, torch.Tensor]":
-    """The trained adapter's tensors by PEFT's names, in their order: the same weights are the same bytes."""
-    from peft.utils.save_and_load import get_peft_model_state_dict
-
-    return dict(sorted(get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False).items()))
-
-
 def _base_model(model: Any) -> AdapterLoaded:
     """The answer for version 0. Raises Refused when the adapter already differs from the base model."""
-    if any(tensor.any() for name, tensor in _tensors(model).items() if ".lora_B." in name):
+    if any(tensor.any() for name, tensor in adapter_tensors(model).items() if ".lora_B." in name):
         raise Refused(
             "Version 0 is the base model, and this adapter already differs from it.",
             remedy="Leave lora.init_lora_weights at true, or go on from a checkpoint with --resume.",
