@@ -7,12 +7,13 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from bridge.endpoint import write_private
+from bridge.endpoint import private_dir, write_private
 from bridge.errors import EngineFailed, Refused
 from bridge.process import GuardedProcess, Rung, log_tail
 from server_env.engine import Endpoint, Engine, EngineFacts, EngineGone
@@ -112,14 +113,19 @@ class EngineProcess:
 
     def _endpoint(self) -> Endpoint:
         """A new one each life. A port that is free now may be taken when the engine gets to it: see `start`."""
-        path = self._scratch / f"engine{self.lives}.sock"
-        path.unlink(missing_ok=True)
+        self._clear()
+        folder = private_dir(self._scratch / str(self.lives))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         keys = secrets.token_hex(32), secrets.token_hex(32)  # No signs: a key may be read from a command line.
         self._secrets = tuple(key.encode() for key in keys)
-        return Endpoint(path, self._scratch, port, *keys)
+        return Endpoint(folder / f"engine{self.lives}.sock", folder, port, *keys)
+
+    def _clear(self) -> None:
+        """Remove what earlier lives left of their inner sockets: there may be many of them."""
+        for folder in self._scratch.iterdir():
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def _until_it_answers(self, process: GuardedProcess, timeout_s: float) -> EngineFacts:
         answered = asyncio.create_task(self._answer())
