@@ -42,16 +42,22 @@ step "ruff, pyright, envs.lock"
 "$dev/python" scripts/lock_envs.py check
 
 step "tests/unit tests/integration"
-"$dev/python" -m pytest -q -n 2 --dist loadscope tests/unit tests/integration # They mostly wait for processes.
+"$dev/python" -m pytest -q -n 3 --dist loadscope tests/unit tests/integration # They mostly wait for processes.
 if [[ $mode == --quick ]]; then
     exit 0
 fi
 
-step "tests/trainer"
-.venvs/trainer/bin/python -m pytest -q tests/trainer
-
-step "tests/engines"
-"$dev/python" -m pytest -q tests/engines
+# Engines compute little and load for long: the trainer's tests run beside them, and are shown afterwards.
+step "tests/engines, and tests/trainer beside them"
+beside=$(mktemp)
+.venvs/trainer/bin/python -m pytest -q tests/trainer >"$beside" 2>&1 &
+trainer=$!
+trap 'kill "$trainer" 2>/dev/null || true; rm -f "$beside"' EXIT
+failed=0
+"$dev/python" -m pytest -q tests/engines || failed=1
+wait "$trainer" || failed=1
+cat "$beside"
+[[ $failed == 0 ]]
 
 step "tests/e2e tests/gpu"
 "$dev/python" -m pytest -q tests/e2e tests/gpu

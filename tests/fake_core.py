@@ -42,7 +42,7 @@ POLL_S = 0.01
 def faults(listens_at: str) -> dict[str, str]:
     """Faults of this life of this engine, by name, with their arguments. Which that is says where it listens."""
     found = {}
-    path = re.search(r"(?:/(\d+))?/engine(\d+)\.\w+$", listens_at)
+    path = re.search(r"(?:/(\d+))?/(\d+)/engine\.\w+$", listens_at)
     engine, life = (path[1] or "0", path[2]) if path else ("0", "1")
     for word in filter(None, os.environ.get("TANDEM_FAKE_FAULT", "").split(",")):
         plain, _, only_engine = word.partition("#")

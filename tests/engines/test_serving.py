@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -132,6 +133,20 @@ async def test_a_new_version_does_not_see_the_prefix_cache_of_the_last_one(clien
         ((ids, logprobs),) = sampled(await client.ask(generate(prompt, max_tokens=4, ignore_eos=True, deadline_s=60)))
         (expected,) = reference.logprobs([{"ids": prompt + ids, "temperature": 1.0, "adapter": str(folder)}])
         assert logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=TOLERANCE)
+
+
+async def test_an_adapters_files_are_read_once(client, server, tiny):
+    name = (await publish(client, lora_files.make(tiny, 35))).name
+    version = client.published
+    before = await scored(client, PROMPT, version)
+    (files,) = [path for folder in server.leftovers() for path in folder.rglob(name)]
+    shutil.rmtree(files)
+    await publish(client, lora_files.make(tiny, 36))
+    for _ in range(3):
+        answer = await client.ask(generate(PROMPT, n=2, version=version, max_tokens=3, deadline_s=60))
+        assert answer.version == version
+    assert await scored(client, PROMPT, version) == pytest.approx(before, abs=1e-4)
+    await publish(client, lora_files.make(tiny, 37))  # It is retired without them.
 
 
 async def test_a_version_can_be_pinned_while_a_newer_one_serves(client, tiny):

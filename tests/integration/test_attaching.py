@@ -68,6 +68,12 @@ async def test_a_second_run_is_refused_while_the_first_one_lives_and_then_begins
             await server.client("two")
         onlooker = await server.client()
         assert (onlooker.welcome.epoch, onlooker.welcome.version) == (0, 5)
+        assert (await onlooker.ask(generate(PROMPT))).version == 5
+        for request in (p.Shutdown(), p.Sleep(), p.Wake()):
+            with pytest.raises(Refused, match="an onlooker may ask it, and not change it"):
+                await onlooker.ask(request)
+        with pytest.raises(Refused, match="an onlooker"):
+            await publish(onlooker, model, 6)
         await first.close()
         deadline = time.monotonic() + 20
         second = None

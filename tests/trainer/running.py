@@ -16,6 +16,7 @@ from trainer_env.rewards import Reward
 from trainer_env.rollouts import Rollouts
 from trainer_env.sampler import Sampler
 from trainer_env.tracking import Tracker
+from trainer_env.turns import Turns
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
 TINY = "builtin:tiny-random-llama?scale=8"
@@ -55,6 +56,7 @@ def train(
     server: HFServer | None = None,
     rewards: Sequence[Reward] = (LOW_TOKENS,),
     examples: Sequence[Example] = EXAMPLES,
+    turns: Turns | None = None,
     **how: Any,
 ) -> SimpleNamespace:
     """A run to its end; everything that took part."""
@@ -62,7 +64,7 @@ def train(
     server = server or HFServer(path)
     policy = grpo.load_policy(config, path)
     rollouts = Rollouts(
-        Sampler(server, policy.tokenizer, config, eos_token_ids=policy.eos_token_ids),
+        Sampler(server, policy.tokenizer, config, eos_token_ids=policy.eos_token_ids, turns=turns),
         config,
         Schedule(config, examples),
         max_staleness=config.max_staleness("cpu"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bridge.errors import ConfigError
 from trainer_env import config
 from trainer_env.config import TrainConfig
+from trainer_env.config_checks import require_whole_groups
 from trainer_env.toml_writer import write_toml
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -28,6 +29,13 @@ def refusal(*overrides: str) -> str:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
 def test_a_shipped_config_loads(path):
     assert isinstance(config.load(path), TrainConfig)
+
+
+def test_groups_must_come_out_whole_for_as_many_processes_as_train():
+    loaded = config.load(DEMO, ["grpo.per_device_train_batch_size=4", "placement.trainer_ranks=2"])
+    require_whole_groups(loaded, 4, "x.toml")
+    with pytest.raises(ConfigError, match=r"x.toml: grpo.per_device_train_batch_size: .* x 3 \(trainer devices\)"):
+        require_whole_groups(loaded, 3, "x.toml")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)

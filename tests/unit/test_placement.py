@@ -58,6 +58,13 @@ def test_what_is_there_decides(count, mode, server, trainer):
     assert ids(placement) == (server, trainer)
 
 
+def test_a_process_trains_on_each_gpu_of_the_trainers():
+    assert [plan(PlacementConfig(), machine(count)).ranks for count in (0, 1, 2, 4)] == [1, 1, 1, 3]
+    on_cpu = plan(PlacementConfig(trainer_ranks=2), machine(0))
+    assert (on_cpu.ranks, on_cpu.trainer_threads) == (2, 4)
+    assert "4 threads for each of 2 processes" in "\n".join(on_cpu.lines())
+
+
 @pytest.mark.parametrize(
     ("visible", "usable"),
     [

@@ -113,6 +113,11 @@ def test_what_is_of_an_older_epoch_is_refused(book, clock):
             refuse(1)
     book.admit(0)
     book.admit(2)
+    book.admit(2, changing=True)
+    with pytest.raises(Refused, match="an onlooker may ask it"):
+        book.admit(0, changing=True)
+    clock.now += 60
+    book.admit(0, changing=True)
     with pytest.raises(Refused):
         book.beat(0)
 

@@ -120,7 +120,7 @@ class EngineProcess:
             port = free.getsockname()[1]
         keys = secrets.token_hex(32), secrets.token_hex(32)  # No signs: a key may be read from a command line.
         self._secrets = tuple(key.encode() for key in keys)
-        return Endpoint(folder / f"engine{self.lives}.sock", folder, port, *keys)
+        return Endpoint(folder / "engine.sock", folder, port, *keys)
 
     def _clear(self) -> None:
         """Remove what earlier lives left of their inner sockets: there may be many of them."""

@@ -65,8 +65,15 @@ class LeaseBook:
             raise Refused("Only a client that attached with a run_id keeps the lease.")
         self._seen = self.clock()
 
-    def admit(self, epoch: int) -> None:
-        """Raise Refused for a message of an older epoch. Epoch 0 (an onlooker) is let through."""
+    def admit(self, epoch: int, *, changing: bool = False) -> None:
+        """Raise Refused for a message of an older epoch, and, while somebody holds the server, for one of an onlooker
+        (epoch 0) that is changing what it serves.
+        """
+        if changing and not epoch and self.alive:
+            raise Refused(
+                f"Run {self.run_id!r} ({self._client}) holds this server: an onlooker may ask it, and not change it.",
+                remedy="Attach with that run's id once it has ended, or start a server of your own.",
+            )
         if 0 < epoch < self.epoch:
             raise Refused(
                 f"Run {self.run_id!r} has taken this server over (epoch {self.epoch}, yours is {epoch}).",

@@ -18,6 +18,9 @@ from server_env.sleeping import Sleeper
 
 log = logging.getLogger(__name__)
 
+CHANGING = (p.PublishAdapter, p.Canary, p.Sleep, p.Wake, p.Shutdown)
+"""What changes the server for whoever else asks it."""
+
 
 class Service:
     """Answers every message of the protocol. `handle` is the bridge's handler, and it observes the engines."""
@@ -52,7 +55,7 @@ class Service:
             return await self._answer(request, call)
 
     async def _answer(self, request: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
-        self.book.admit(request.epoch)
+        self.book.admit(request.epoch, changing=isinstance(request, CHANGING))
         match request:
             case p.Generate():
                 return await self._generate(request)

@@ -1,13 +1,12 @@
 """Several trainer processes, one a GPU: started together, watched, and ended together.
 
-They find one another by the variables that torchrun sets. Torchrun itself would give an interrupted run a fixed time
+They know their places by the variables that torchrun sets. Torchrun itself would give an interrupted run a fixed time
 for the optimizer step that it is taking, and leave a run with a dead process hanging for as long.
 """
 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from bridge.endpoint import private_dir
 from bridge.errors import PeerDied
 from trainer_env.config import TrainConfig, to_toml
 from trainer_env.jsonl import write_atomically
 from trainer_env.placement import Placement
+from trainer_env.ranks import MEETING
 from trainer_env.run_folder import step_to_resume
 
 Process = subprocess.Popen[bytes]
@@ -37,18 +38,19 @@ def launch(config: TrainConfig, placement: Placement, *, resume: bool) -> int:
     process. Raises ConfigError as a Session would, and PeerDied when a process was killed.
     """
     step_to_resume(config, resume=resume)
-    folder = config.run_dir / "ranks"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = private_dir(private_dir(config.run_dir) / "ranks")
     write_atomically(folder / "config.toml", to_toml(config).encode())
     write_atomically(folder / "placement.json", placement.to_json())
-    port = _free_port()
+    meeting = folder / f"meeting-{os.getpid()}"
+    meeting.unlink(missing_ok=True)
     words = [str(folder), str(os.getpid()), *(["--resume"] if resume else [])]
-    processes = [_start(rank, placement.ranks, port, folder, words) for rank in range(placement.ranks)]
+    processes = [_start(rank, placement.ranks, meeting, words) for rank in range(placement.ranks)]
     try:
         with _interrupts_passed_on_to(processes):
             return _outcome(processes, folder)
     finally:
         _end(processes)
+        meeting.unlink(missing_ok=True)
 
 
 def log_of(rank: int, folder: Path) -> Path:
@@ -56,14 +58,13 @@ def log_of(rank: int, folder: Path) -> Path:
     return folder.parent / "trainer.log" if rank == 0 else folder / f"{rank}.log"
 
 
-def _start(rank: int, ranks: int, port: int, folder: Path, words: list[str]) -> Process:
+def _start(rank: int, ranks: int, meeting: Path, words: list[str]) -> Process:
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": ranks,
         "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        MEETING: meeting.absolute(),
         # One host: nothing of it has to be reached from another one.
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -72,16 +73,10 @@ def _start(rank: int, ranks: int, port: int, folder: Path, words: list[str]) -> 
     command = [sys.executable, "-m", "trainer_env.rank", *words]
     if rank == 0:
         return subprocess.Popen(command, env=environment, start_new_session=True)
-    with log_of(rank, folder).open("wb") as log:
+    with log_of(rank, meeting.parent).open("wb") as log:
         return subprocess.Popen(
             command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ Numbered as torch's launcher does it. The first one has the server, the files an
 import os
 
 WORD_BYTES = 64
+MEETING = "TANDEM_RANKS_MEETING"
+"""Names the file in which the processes find one another. Torch's usual store would listen on every interface."""
 
 
 def rank() -> int:
@@ -24,9 +26,18 @@ def join(*, on_gpu: bool) -> None:
         import torch
         from accelerate import PartialState
 
-        state = PartialState(cpu=not on_gpu)
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"file://{os.environ[MEETING]}",
+            rank=rank(),
+            world_size=count(),
+        )
         if not on_gpu:
-            state.device = torch.device("cpu")  # Its own cpu:0 is one that torch.load restores no optimizer to.
+            # Accelerate's own cpu:0 is a device to which torch.load restores no optimizer.
+            os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+        PartialState(cpu=not on_gpu)
 
 
 def any_of(value: bool) -> bool:  # noqa: FBT001 (it is a value, no switch)
@@ -51,9 +62,8 @@ def word_of_the_first(word: str) -> str:
 def _together(values: list[float], how: str) -> list[float]:
     """The values of all processes, joined element by element."""
     import torch
-    from torch import distributed
 
-    device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
+    device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    distributed.all_reduce(tensor, op=getattr(distributed.ReduceOp, how))
+    torch.distributed.all_reduce(tensor, op=getattr(torch.distributed.ReduceOp, how))
     return tensor.tolist()
