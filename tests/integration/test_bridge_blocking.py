@@ -102,7 +102,15 @@ def test_a_cancelled_future_is_cancelled_at_the_server(elsewhere, blocking):
     elsewhere.wait(lambda: handler.cancelled == ["hold"], "the handler was cancelled")
 
 
-def test_ctrl_c_ends_the_wait_and_the_question(elsewhere, blocking):
+@pytest.fixture
+def ctrl_c():
+    """A test runner in the background, and pytest-xdist's, ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_wait_and_the_question(elsewhere, blocking, ctrl_c):
     handler = elsewhere.world.handler
 
     def interrupt() -> None:
@@ -117,7 +125,7 @@ def test_ctrl_c_ends_the_wait_and_the_question(elsewhere, blocking):
     assert blocking.ask(generate("next")) == generated("next")
 
 
-def test_ctrl_c_while_connecting_leaves_nothing(tmp_path):
+def test_ctrl_c_while_connecting_leaves_nothing(tmp_path, ctrl_c):
     before = descriptors()
     connection = Connection(data=f"ipc://{tmp_path}/no", control=f"ipc://{tmp_path}/body", server_uuid="", pid=1)
     timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
