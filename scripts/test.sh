@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prepare the environments, then run every check: formatting, types, the lock, and the tests, folder by folder.
 #
-#   bash scripts/test.sh           everything but the long runs (about half an hour on two cores)
+#   bash scripts/test.sh           everything but the long runs (25 minutes on two cores)
 #   bash scripts/test.sh --full    the long runs too
 #   bash scripts/test.sh --quick   only what needs no engine and no torch (about 6 minutes)
 #
