@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import lora_files
 from bridge import protocol as p
 from bridge.client import BridgeClient
@@ -19,6 +21,7 @@ from bridge.endpoint import read_connection
 from bridge.guard import descendants, processes
 
 ROOT = Path(__file__).parent.parent
+VENVS = Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_engine.py"))]
 PROGRAM = [sys.executable, "-m", "server_env.cli"]
 POLL_S = 0.02
@@ -213,6 +216,21 @@ async def publish(client: Client, model: Path, version: int, seed: int | None = 
 def score(token_ids: list[int], *, version: int = -1, deadline_s: float = 20.0) -> p.Score:
     """A Score message."""
     return p.Score(token_ids=p.pack_ids(token_ids), version=version, deadline_s=deadline_s)
+
+
+def environment_python(name: str) -> Path:
+    """The Python of an environment; skips the test where that is not installed."""
+    path = VENVS / name / "bin" / "python"
+    if not path.exists():
+        pytest.skip(f"{path} is missing: bash scripts/setup_envs.sh --only {name}")
+    return path
+
+
+def tiny_llama(python: Path, folder: Path) -> Path:
+    """A random two-layer Llama with its tokenizer. python: one that has torch and transformers."""
+    script = ROOT / "tests" / "engines" / "make_tiny_model.py"
+    subprocess.run([python, script, folder], check=True, capture_output=True, timeout=120)
+    return folder
 
 
 def tiny_model(folder: Path) -> Path:

@@ -1,29 +1,20 @@
 """Real engines and one tiny random model for all tests of a module: a real start takes half a minute or more."""
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from served import ROOT
-
-VENVS = Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")
+from served import environment_python, tiny_llama
 
 
 @pytest.fixture(scope="session")
 def python_of():
     """The Python of a backend's environment; skips where it is not installed."""
 
-    def python(backend: str) -> Path:
-        path = VENVS / f"server-{backend}" / "bin" / "python"
-        if not path.exists():
-            pytest.skip(f"{path} is missing: bash scripts/setup_envs.sh --only server-{backend}")
-        return path
-
-    return python
+    return lambda backend: environment_python(f"server-{backend}")
 
 
 @pytest.fixture(scope="session")
@@ -35,10 +26,7 @@ def server_python(python_of) -> Path:
 @pytest.fixture(scope="session")
 def tiny(server_python, tmp_path_factory) -> Path:
     """A random two-layer Llama with its tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    script = Path(__file__).with_name("make_tiny_model.py")
-    subprocess.run([server_python, script, folder], check=True, capture_output=True, timeout=120)
-    return folder
+    return tiny_llama(server_python, tmp_path_factory.mktemp("models") / "tiny")
 
 
 class Reference:

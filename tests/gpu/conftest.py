@@ -2,14 +2,11 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from served import ROOT
-
-VENVS = Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")
+from served import environment_python, tiny_llama
 
 
 def gpus() -> int:
@@ -36,28 +33,12 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def python_of():
-    """The Python of an environment; skips where it is not installed."""
-
-    def python(name: str) -> Path:
-        path = VENVS / name / "bin" / "python"
-        if not path.exists():
-            pytest.skip(f"{path} is missing: bash scripts/setup_envs.sh --only {name}")
-        return path
-
-    return python
-
-
-@pytest.fixture(scope="session")
 def engine_settings():
     """Settings of an engine's own for this machine, from TANDEM_TEST_ENGINES: {"sglang": {...}}."""
     return json.loads(os.environ.get("TANDEM_TEST_ENGINES", "{}"))
 
 
 @pytest.fixture(scope="session")
-def tiny(python_of, tmp_path_factory) -> Path:
+def tiny(tmp_path_factory) -> Path:
     """A random two-layer Llama with its tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    script = ROOT / "tests" / "engines" / "make_tiny_model.py"
-    subprocess.run([python_of("trainer"), script, folder], check=True, capture_output=True, timeout=120)
-    return folder
+    return tiny_llama(environment_python("trainer"), tmp_path_factory.mktemp("models") / "tiny")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu.conftest import VENVS
-from served import ROOT
+from served import ROOT, VENVS, environment_python
 from server_env.gpu_memory import used_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -18,10 +17,10 @@ MODEL = os.environ.get("TANDEM_TEST_MODEL", "builtin:smollm2-135m-instruct")
 
 
 @pytest.fixture(params=["vllm", "sglang"])
-def train(request, tmp_path, python_of, engine_settings):
+def train(request, tmp_path, engine_settings):
     """tandem-train on the demo's config for a few steps; its metrics, summary and output."""
-    python_of("trainer")
-    python_of(f"server-{request.param}")
+    environment_python("trainer")
+    environment_python(f"server-{request.param}")
 
     def train(*words: str) -> tuple[list[dict], dict, str]:
         settings = {

@@ -8,7 +8,7 @@ import pytest_asyncio
 
 import lora_files
 from bridge import protocol as p
-from served import generate, score, served
+from served import environment_python, generate, score, served
 from server_env.gpu_memory import used_bytes
 
 pytestmark = [
@@ -27,7 +27,7 @@ TOLERANCE = 0.15
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["vllm", "sglang"])
-async def server(request, tiny, python_of, engine_settings, tmp_path_factory):
+async def server(request, tiny, engine_settings, tmp_path_factory):
     section = {
         "backend": request.param,
         "device": "cuda",
@@ -41,7 +41,7 @@ async def server(request, tiny, python_of, engine_settings, tmp_path_factory):
         tmp_path_factory.mktemp(request.param),
         tiny,
         fake=False,
-        program=[str(python_of(f"server-{request.param}")), "-m", "server_env.cli"],
+        program=[str(environment_python(f"server-{request.param}")), "-m", "server_env.cli"],
         server=section,
         engine=engine_settings.get(request.param, {}),
         wait=False,

@@ -41,12 +41,9 @@ class Spool:
                 )
             _write(aside / CONFIG, msgspec.json.format(msgspec.json.encode(config)))
             aside.rename(final)
-        except Refused:
+        except (Refused, OSError) as error:
             shutil.rmtree(aside, ignore_errors=True)
-            raise
-        except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if isinstance(error, Refused) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise Refused(
                 f"There is no room for {len(data)} bytes of adapter in {self.folder}: {error.strerror}.",

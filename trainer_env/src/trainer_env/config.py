@@ -164,6 +164,10 @@ class GrpoConfig(Section, frozen=True, kw_only=True):
         """Optimizer steps that are taken on one generation batch."""
         return max(1, self.generation_steps * self.num_iterations // self.gradient_accumulation_steps)
 
+    def lookahead(self, max_staleness: int) -> int:
+        """Generation batches that may be sampled ahead of the one that trains, within a bound on staleness."""
+        return (max_staleness - (self.window - 1)) // self.window
+
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
     """How completions come from the server and adapters go to it. All waits are in seconds."""
@@ -258,7 +262,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     def lookahead(self, mode: str) -> int:
         """Generation batches that may be sampled ahead of the one that trains, within the bound on staleness."""
-        return (self.max_staleness(mode) - (self.grpo.window - 1)) // self.grpo.window
+        return self.grpo.lookahead(self.max_staleness(mode))
 
     @property
     def max_prompt_length(self) -> int:

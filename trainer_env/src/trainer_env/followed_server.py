@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from threading import Event
 
 from bridge.blocking import BlockingClient
 from bridge.endpoint import read_connection
@@ -19,6 +20,7 @@ class FollowedServer:
 
     def __init__(self, run_dir: Path, server_uuid: str) -> None:
         self._path = run_dir / "connection.json"
+        self._closing = Event()
         connection = read_connection(self._path)
         client = BlockingClient.connect(connection, timeout_s=CONNECT_TIMEOUT_S)
         if client.welcome.server_uuid != server_uuid:
@@ -28,13 +30,17 @@ class FollowedServer:
 
     def close(self) -> None:
         """Let go of the server; it is not ours to end."""
+        self._closing.set()
         self.client.close()
 
     def _next(self, error: PeerDied, _: int) -> BlockingClient:
-        """A client of the server that the first process starts in place of a dead one. Raises error if none comes."""
+        """A client of the server that the first process starts in place of a dead one.
+
+        Raises error if none comes, or when nobody waits for it any more.
+        """
         dead = self.client.welcome.server_uuid
         deadline = time.monotonic() + ANOTHER_TIMEOUT_S
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._closing.wait(POLL_S):
             try:
                 client = BlockingClient.connect(read_connection(self._path), timeout_s=CONNECT_TIMEOUT_S)
             except BridgeError:
@@ -43,5 +49,4 @@ class FollowedServer:
                 if client.welcome.server_uuid != dead:
                     return client
                 client.close()
-            time.sleep(POLL_S)
         raise error

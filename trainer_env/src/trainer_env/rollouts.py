@@ -75,7 +75,7 @@ class Rollouts:
                 f"behind the version that sampled it; the bound on staleness is {max_staleness}.",
                 remedy=f"Set rollout.max_staleness to {window - 1} or more, or reuse batches less.",
             )
-        self.depth = (max_staleness - (window - 1)) // window
+        self.depth = config.grpo.lookahead(max_staleness)
         """Generation batches that are sampled ahead of the one that trains."""
         self._ahead: deque[Ahead] = deque()
         self._next = 0
