@@ -31,11 +31,18 @@ def main() -> NoReturn:
     if sys.version_info < (3, 11):  # noqa: UP036 (an older one can run this line, and should say so)
         sys.exit(f"train.py needs Python 3.11 or newer, and this is {sys.version.split()[0]}: run it with python3.11.")
     arguments = load_arguments()
+    if sys.argv[1:2] and sys.argv[1] in arguments.COMMANDS:
+        prepare(["trainer"], "auto")
+        become_tandem_train()
     parsed = arguments.parse(prog="train.py")
     settings = read_settings(parsed.config, arguments.to_overrides(parsed))
     prepare(environments(settings, arguments.BACKENDS), accelerator(settings))
+    become_tandem_train()
+
+
+def become_tandem_train() -> NoReturn:
+    """In this process, so that Ctrl-C and SIGTERM reach it directly."""
     program = venvs() / "trainer" / "bin" / "tandem-train"
-    # This process becomes tandem-train, so that Ctrl-C and SIGTERM reach it directly.
     os.execv(program, [str(program), *sys.argv[1:]])  # noqa: S606 (no shell on purpose)
 
 

@@ -15,6 +15,14 @@ if typing.TYPE_CHECKING:
 BACKENDS = ("vllm", "sglang")
 PLACEMENTS = ("auto", "split", "shared", "time-share", "cpu")
 ACCELERATORS = ("auto", "cuda", "cpu")
+COMMANDS = {
+    "report": "one HTML page of one or more runs",
+    "evaluate": "answer a run's held-out examples, with its adapter or without",
+    "export": "a run's adapter, or the whole model with it, for others to use",
+    "config": "show, check or compare configurations",
+}
+"""Subcommands, which have command lines of their own: trainer_env/commands."""
+
 LATEST = "latest"
 """What `--resume` without a name asks for: the newest run in output_dir."""
 
@@ -34,6 +42,10 @@ examples:
   train.py --set grpo.learning_rate=1e-4 --steps 50    try another value without editing the file
   train.py --set model.name=Qwen/Qwen2.5-0.5B          any Hugging Face model
   train.py --resume adding                             go on from the last checkpoint of runs/adding
+  train.py report adding other                         one page of two runs, side by side
+
+other commands (train.py COMMAND --help):
+{commands}
 
 A run leaves everything in runs/NAME: config.toml (as resolved), metrics.jsonl, samples.jsonl, reward.png, the logs
 of both halves, checkpoints/, and adapter/ in PEFT's format. configs/demo.toml explains each setting.
@@ -116,7 +128,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description=_DESCRIPTION,
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(commands="\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -6,6 +6,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -23,8 +24,12 @@ EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run tandem-train; its exit status: 0 done, 1 failed, 2 wrong configuration, 130 interrupted."""
-    options = arguments.parse(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     _keep_bytecode()
+    if words and words[0] in arguments.COMMANDS:
+        command = import_module(f"trainer_env.commands.{words[0]}")
+        return reported(lambda: command.main(words[1:]))
+    options = arguments.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
     return reported(lambda: _run(options))
 

@@ -109,6 +109,8 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """A built-in name, `module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
     name: str = ""
+    timeout_s: Positive = 60.0
+    """For one batch of completions."""
     args: dict[str, Any] = {}
 
 
@@ -192,6 +194,16 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     """0: all that are held out."""
     temperature: NotNegative = 0.0
     """0: greedy."""
+    num_generations: Count = 1
+    """Answers to each example; more than one, with a temperature, give pass@k."""
+    pass_threshold: float = 1.0
+    """The reward from which on an answer counts as right, for pass@k."""
+    keep_best: bool = True
+    """Of the evaluations in between, keep the best one's adapter in best/."""
+    early_stopping_patience: Natural = 0
+    """Evaluations in a row without a better reward after which training ends; 0: it never does."""
+    early_stopping_threshold: NotNegative = 0.0
+    """By how much a reward must exceed the best one to be better."""
 
 
 class PlacementConfig(Section, frozen=True, kw_only=True):

@@ -72,6 +72,11 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float
     examples: int
     seconds: float
+    num_generations: int = 1
+    """Answers to each example."""
+    temperature: float = 0.0
+    pass_at: dict[str, float] = {}
+    """k -> the chance that one of k answers is right, by the unbiased estimate of Chen et al. 2021."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,5 +93,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the process that ended the run."""
     adapter: str | None
     restarts: int
+    best_step: int | None = None
+    """Of the adapter in best/."""
+    best_reward: float | None = None
+    """That adapter's, on the held-out examples."""
+    stopped_early: bool = False
     proof: dict[Proof, int] = {}
     """Steps by verdict."""
