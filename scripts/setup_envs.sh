@@ -1,6 +1,6 @@
 #!/bin/sh
 # Build Tandem's isolated environments (trainer, server-vllm, server-sglang) from envs.lock.
-#   scripts/setup_envs.sh [--only NAME ...] [--dev] [--accelerator cpu|cuda] [--help]
+#   scripts/setup_envs.sh [--only NAME ...] [--dev] [--notebook] [--accelerator cpu|cuda]
 # A repeat takes about a second; an interrupted run is safe to repeat.
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)

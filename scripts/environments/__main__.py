@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from environments import catalogue, install, lockfile, preflight
+from environments import catalogue, install, kernel, lockfile, preflight
 from environments.console import say
 from environments.errors import Interrupted, SetupError
 from environments.processes import stop_on_signals
@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if plan not in missing:
                 say(f"{plan.environment.name}: up to date ({plan.section.key})")
         failed = _install(missing, options) if missing else []
+        if options.notebook and not failed:
+            say(f"notebooks: kernel {kernel.register(options.venvs.absolute())}")
     except SetupError as error:
         failed = [error]
     for error in failed:
@@ -44,6 +46,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="setup_envs.sh", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--dev", action="store_true", help="the development environment as well")
+    parser.add_argument("--notebook", action="store_true", help="make the trainer's environment a Jupyter kernel")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), help="default: cuda where a GPU is visible")
     parser.add_argument("--python", type=Path, help="the Python to build with (default: one that the lock names)")
     parser.add_argument("--venvs", type=Path, default=catalogue.VENVS, help="where to build (default: .venvs)")
@@ -55,6 +58,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _plans(options: argparse.Namespace) -> list[install.Plan]:
     lock = lockfile.read(options.lock)
     chosen: list[str] = [*(options.only or catalogue.DEFAULT), *(["dev"] if options.dev else [])]
+    if options.notebook and "trainer" not in chosen:
+        chosen.append("trainer")
     names = list(dict.fromkeys(chosen))
     # A machine that is told to use its CPU may have a broken driver: do not ask it.
     gpus = [] if options.accelerator == "cpu" or names == ["dev"] else preflight.gpus()

@@ -25,7 +25,8 @@ FIELDS = """
     freed_bytes generated_tokens generated_tokens_per_s
 """
 SUMMARY = """
-    backend placement steps reward_first4 reward_last4 eval_before eval_after wall_s adapter restarts best_step best_reward stopped_early proof
+    backend placement steps reward_first4 reward_last4 eval_before eval_after wall_s adapter restarts
+    best_step best_reward stopped_early proof
 """
 
 

@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "tandem-train") -> argp
     parser = _parser(prog)
     arguments = parser.parse_args(argv)
     if arguments.resume is None:
-        arguments.config = arguments.config or _demo()
+        arguments.config = arguments.config or demo()
         return arguments
     if arguments.config or arguments.run:
         parser.error("--resume goes on with the run's own name and config: leave out --config and --run")
@@ -104,7 +104,7 @@ def version() -> str:
         return found[1] if found else "unknown"
 
 
-def _demo() -> Path:
+def demo() -> Path:
     """The default job: of the working directory, else of the checkout that this file is part of."""
     here = Path("configs/demo.toml")
     return here if here.is_file() else Path(__file__).resolve().parents[3] / here

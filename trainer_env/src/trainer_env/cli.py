@@ -51,23 +51,13 @@ def reported(work: Callable[[], int]) -> int:
 
 def _run(options: Namespace) -> int:
     settings = _settings(options)
-    from trainer_env.config_checks import require_whole_groups
-    from trainer_env.devices import detect
     from trainer_env.launcher import launch
-    from trainer_env.models import weights_bytes
-    from trainer_env.placement import plan
+    from trainer_env.opening import place
     from trainer_env.session import Session
 
-    overlap = settings.lookahead("cpu") > 0
-    placement = plan(
-        settings.placement,
-        detect(),
-        overlap=overlap,
-        server=settings.server,
-        model_bytes=weights_bytes(settings.model.name),
-    )
-    require_whole_groups(settings, placement.ranks, str(options.config))
-    session = Session(settings, placement, source=str(options.config), resume=bool(options.resume))
+    source = str(options.config)
+    placement = place(settings, source)
+    session = Session(settings, placement, source=source, resume=bool(options.resume))
     for line in [*session.describe(), *placement.lines()]:
         print(line, flush=True)
     if options.check:
@@ -85,7 +75,7 @@ def train(session: "Session") -> int:
         signal.signal(signal.SIGTERM, lambda *_: session.interrupt())
         session.start()
         _log_to(session.config.run_dir / "trainer.log")
-        summary = session.run()
+        summary = session.train()
     settings = session.config
     if summary.steps >= settings.grpo.max_steps:
         return 0

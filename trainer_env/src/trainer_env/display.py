@@ -98,11 +98,15 @@ class Display(Protocol):
 
 
 def open_display(mode: Mode, total_steps: int, console: Console | None = None) -> Display:
-    """The display for a mode; auto is live in a terminal and plain elsewhere."""
+    """The display for a mode; auto is a picture in a notebook, live in a terminal, and plain elsewhere."""
     # Bound to the stream of now: while the libraries run, sys.stdout is trainer.log.
     console = console or Console(file=sys.stdout, highlight=False)
     if mode == "none":
         return Silent()
+    if mode == "auto" and in_kernel():
+        from trainer_env.notebook_view import NotebookView
+
+        return NotebookView(total_steps)
     live = mode == "live" or (mode == "auto" and console.is_terminal)
     return LiveTable(total_steps, console) if live else PlainLines(total_steps, console)
 
@@ -154,7 +158,7 @@ class PlainLines:
 
     def evaluation(self, record: Evaluation) -> None:
         """One line with its mean reward."""
-        self._print(_evaluation_line(record))
+        self._print(evaluation_line(record))
         self._left.start()
 
     def finish(self, summary: Summary, run_dir: Path, before: Sequence[Sample], after: Sequence[Sample]) -> None:
@@ -197,7 +201,7 @@ class LiveTable:
 
     def evaluation(self, record: Evaluation) -> None:
         """A line above the table."""
-        self._console.print(_evaluation_line(record), markup=False)
+        self._console.print(evaluation_line(record), markup=False)
         self._left.start()
 
     def finish(self, summary: Summary, run_dir: Path, before: Sequence[Sample], after: Sequence[Sample]) -> None:
@@ -225,34 +229,57 @@ class LiveTable:
         return Group(*parts, foot, Text(self._status, style="dim"))
 
 
+def pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """The samples of the same prompts before and after training; first those that changed most."""
+    earlier = {sample.prompt: sample for sample in before}
+    found = [(earlier[sample.prompt], sample) for sample in after if sample.prompt in earlier]
+    return sorted(found, key=lambda pair: pair[0].reward - pair[1].reward)
+
+
 def comparison(before: Sequence[Sample], after: Sequence[Sample], count: int = 6) -> Table:
     """The same prompts answered before and after training, side by side; first those that changed most."""
-    earlier = {sample.prompt: sample for sample in before}
-    pairs = [(earlier[sample.prompt], sample) for sample in after if sample.prompt in earlier]
-    pairs.sort(key=lambda pair: pair[0].reward - pair[1].reward)
     table = Table(title="held-out examples", title_justify="left", header_style="dim")
     for name in ("prompt", "before", "reward", "after", "reward"):
         table.add_column(name, justify="right" if name == "reward" else "left", max_width=44)
-    for first, last in pairs[:count]:
+    for first, last in pairs(before, after)[:count]:
         table.add_row(
-            Text(_short(first.prompt)),
-            Text(_short(first.completion)),
+            Text(short(first.prompt)),
+            Text(short(first.completion)),
             number(first.reward),
-            Text(_short(last.completion)),
+            Text(short(last.completion)),
             number(last.reward),
         )
     return table
 
 
-def _short(text: str, limit: int = 110) -> str:
+def short(text: str, limit: int = 110) -> str:
     """A text on one line, its middle left out where it is long: how it ends often matters most."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"
 
 
-def _evaluation_line(record: Evaluation) -> str:
+def evaluation_line(record: Evaluation) -> str:
+    """An evaluation in a line."""
     when = {"eval_before": "before training", "eval_after": "after training"}.get(record.phase, f"step {record.step}")
     return f"evaluation {when}: reward {record.reward_mean:.2f} on {record.examples} held-out examples"
+
+
+def ending(summary: Summary, run_dir: Path) -> list[tuple[str, str]]:
+    """What a run came to and where it lies: names and texts."""
+    return [
+        ("reward", f"{number(summary.reward_first4)} (first 4 steps) → {number(summary.reward_last4)} (last 4 steps)"),
+        ("held out", f"{number(summary.eval_before)} → {number(summary.eval_after)}"),
+        ("time", f"{duration(summary.wall_s)} for {summary.steps} steps on {summary.backend}, {summary.placement}"),
+        ("plot", str(run_dir / "reward.png")),
+        ("adapter", summary.adapter or "none was made"),
+    ]
+
+
+def in_kernel() -> bool:
+    """Whether this is a notebook's process."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and hasattr(shell, "kernel")
 
 
 def _print_ending(
@@ -260,12 +287,5 @@ def _print_ending(
 ) -> None:
     if before and after:
         console.print(comparison(before, after))
-    rows = [
-        ("reward", f"{number(summary.reward_first4)} (first 4 steps) → {number(summary.reward_last4)} (last 4 steps)"),
-        ("held out", f"{number(summary.eval_before)} → {number(summary.eval_after)}"),
-        ("time", f"{duration(summary.wall_s)} for {summary.steps} steps on {summary.backend}, {summary.placement}"),
-        ("plot", str(run_dir / "reward.png")),
-        ("adapter", summary.adapter or "none was made"),
-    ]
-    for name, text in rows:
+    for name, text in ending(summary, run_dir):
         console.print(f"{name:<9}{text}", markup=False, soft_wrap=True)

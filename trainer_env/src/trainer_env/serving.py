@@ -56,6 +56,11 @@ class Serving:
         assert self._client, "connect first"
         return self._client
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is somebody to ask."""
+        return self._client is not None
+
     def versions(self) -> str:
         """Of the engine and torch, for people."""
         return self._process.versions()

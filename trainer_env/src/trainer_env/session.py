@@ -1,62 +1,102 @@
-"""A run from start to end: the server it samples from, the policy it trains, and the order in which things happen."""
+"""The door to a run: what a command line, a notebook or a script does with one."""
 
-import os
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from threading import Event
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
 
 from bridge import protocol as p
 from bridge.endpoint import for_people
-from bridge.errors import PeerDied
-from trainer_env import data, models, ranks, rewards
+from trainer_env import completing, data, models, opening, rewards, tokenizing
+from trainer_env.checkpoints import checkpoint_to_resume, last_checkpoint
+from trainer_env.completing import Prompts, Version
 from trainer_env.config import TrainConfig, to_toml
-from trainer_env.evaluation import evaluate
+from trainer_env.display import Display, Mode, open_display
+from trainer_env.history import History
+from trainer_env.interrupts import Interrupts
 from trainer_env.jsonl import write_atomically
-from trainer_env.ordering import Schedule
 from trainer_env.placement import Placement
-from trainer_env.quiet import prints_to
-from trainer_env.records import Phase, Summary
-from trainer_env.rollouts import Rollouts
+from trainer_env.records import Summary
 from trainer_env.run_folder import RunLock, needing_room, step_to_resume
 from trainer_env.sampler import Sampler
 from trainer_env.server import Server
 from trainer_env.server_process import versions
 from trainer_env.serving import Serving
-from trainer_env.tracking import Tracker
-from trainer_env.turns import SLEEP, Turns
+from trainer_env.training import Training, phase, timed, turns
+
+if TYPE_CHECKING:
+    from trainer_env.async_session import AsyncSession
 
 
 class Session:
-    """One run: `with Session(config, placement) as session: session.start(); session.run()`.
+    """One run, from Python. In a notebook or a script:
+
+        with Session.open("configs/demo.toml", "grpo.max_steps=12", run="adding") as session:
+            session.train()
+            print(session.generate("What is 2+3? Answer with just the number.")[0])
+
+    The command line makes its own: `with Session(config, placement) as session: session.start(); session.train()`.
 
     Data and rewards are read here, so that what is wrong with them is said before anything starts. Raises ConfigError.
     A server that the run's last trainer or kernel has left is gone on with when its settings are the same.
-    source: what errors call the config. resume: go on from the run's last checkpoint.
+    source: what errors call the config. resume: go on from the run's last checkpoint. by_hand: somebody looks and asks
+    first, and may train later; until then nothing is changed of what the run has recorded.
     """
 
     def __init__(
-        self, config: TrainConfig, placement: Placement, *, source: str = "the config", resume: bool = False
+        self,
+        config: TrainConfig,
+        placement: Placement,
+        *,
+        source: str = "the config",
+        resume: bool = False,
+        by_hand: bool = False,
     ) -> None:
         self.config = config
         self.placement = placement
-        self.stop = Event()
-        """Set it, and the optimizer step that is being taken is the last; a checkpoint is written."""
         self._source = source
         self._resume = resume
+        self._by_hand = by_hand
         self._rewards = rewards.load(config.rewards)
         self._data = data.load(config.data, config.seed)
-        self._model = ""
+        self._interrupts = Interrupts(say=self._say)
         self._serving = Serving(config, placement, say=self._say)
-        self._policy: Any = None
-        self._rollouts: Rollouts | None = None
-        self._tracker: Tracker | None = None
+        self._model = ""
+        self._sampler: Sampler | None = None
+        self._display: Display | None = None
         self._lock: RunLock | None = None
-        self._training = False
-        self._interrupts = 0
-        self._ending = False
-        self._killing = False
+
+    @classmethod
+    def open(
+        cls, config: str | Path | TrainConfig | None = None, *overrides: str, run: str = "", output_dir: str = ""
+    ) -> Self:
+        """A new run, or the one of that name: its server if that still lives, its last checkpoint. Returns at once; the
+        server starts meanwhile.
+
+        config: a TOML file or a TrainConfig; default: the demo. overrides: `key=value`, as after --set. run: its name;
+        default: the config's name and the time. A run that exists goes by its own config and the overrides.
+        Raises ConfigError.
+        """
+        found, source = opening.find(config, overrides, run=run, output_dir=output_dir)
+        session = cls(found, opening.place_in_one_process(found, source), source=source, by_hand=True)
+        try:
+            session.start()
+        except BaseException:
+            session.close(now=True)
+            raise
+        return session
+
+    @classmethod
+    def attach(cls, run: str, *overrides: str, output_dir: str = "runs") -> Self:
+        """A run that exists, as `open` gives it. Raises ConfigError, with the nearest name, when there is none."""
+        return cls.open(None, *overrides, run=opening.existing(run, output_dir), output_dir=output_dir)
+
+    @property
+    def aio(self) -> "AsyncSession":
+        """The same, to be awaited."""
+        from trainer_env.async_session import AsyncSession
+
+        return AsyncSession(self)
 
     def describe(self) -> list[str]:
         """The run in a few lines, for people: what trains on what, and in which versions."""
@@ -82,138 +122,101 @@ class Session:
         model, a run is here already, or there is none to resume.
         """
         run_dir = self.config.run_dir
-        step_to_resume(self.config, resume=self._resume)
+        if not self._by_hand:
+            step_to_resume(self.config, resume=self._resume)
         self.check()
         self._model = models.resolve(self.config.model.name)
         with needing_room(self.config):
             self._lock = RunLock(self.config)
             write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
             write_atomically(run_dir / "placement.json", self.placement.to_json())
-            self._serving.start(self._model, anew=not self._resume)
+            self._serving.start(self._model, anew=not (self._resume or self._by_hand))
 
-    def run(self) -> Summary:
-        """The whole story: load, connect, evaluate, train, evaluate, sum up."""
-        self.load_policy()
-        self.connect()
-        if self.config.evaluation.before and not self._resume:
-            self.evaluate("eval_before", step=0)
-        outcome = self.train()
-        if self.config.evaluation.after and outcome.finished:
-            self.evaluate("eval_after", step=outcome.step)
-        with self._phase():
-            restarts = self._serving.restarts()
-        with needing_room(self.config):
-            return self.tracker.finish(
-                backend=self.config.backend,
-                placement=self.placement.mode,
-                adapter=outcome.adapter,
-                restarts=restarts,
-            )
+    # ---- asking ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        version: Version = "latest",
+    ) -> Any:
+        """Completions of a prompt: a list of n `Completion`. Of a list of prompts: a list of such lists.
+
+        prompts: text, which becomes a user's turn behind the run's system prompt, or messages; plain text where
+        data.chat is false. temperature: default: the run's; 0 is greedy. max_tokens: default: the run's. version: of
+        the adapter: "latest", "base" for the model without one, or a number. Raises what the server answers.
+        """
+        grpo = self.config.grpo
+        groups = completing.complete(
+            self._asking(),
+            completing.as_prompts(prompts, self.config.data),
+            n=n,
+            temperature=grpo.temperature if temperature is None else temperature,
+            max_tokens=max_tokens or grpo.max_completion_length,
+            version=version,
+        )
+        return groups[0] if completing.is_single(prompts) else groups
+
+    def status(self) -> p.ServerStatus:
+        """What the server says of itself: engine, newest version, what it is working on, restarts."""
+        client = self._connected()
+        with phase(self._serving, self._interrupts):
+            return client.ask(p.Status())
+
+    @property
+    def history(self) -> History:
+        """What the run has recorded so far: steps, samples, evaluations."""
+        return History.of(self.config.run_dir)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def train(self, steps: int | None = None) -> Summary:
+        """The whole story: load, connect, evaluate, train, evaluate, sum up.
+
+        steps: optimizer steps of the run in all; default: grpo.max_steps. A run that was trained before goes on from
+        its last checkpoint. Ctrl-C ends it after the step that is being taken, and leaves the server; another one ends
+        it at once, and raises KeyboardInterrupt. Raises what the server, a reward or the trainer raises, and
+        ConfigError when the run cannot go on.
+        """
+        if steps is not None:
+            self._train_to(steps)
+        if self._by_hand:
+            self._resume = bool(self.history.steps) or last_checkpoint(self.config.run_dir / "checkpoints") is not None
+            if self._resume:
+                checkpoint_to_resume(self.config.run_dir / "checkpoints")
+            self._show(self.config.tracking.display)
+        self._interrupts.forget()
+        training = Training(
+            config=self.config,
+            placement=self.placement,
+            data=self._data,
+            rewards=self._rewards,
+            model=self._model,
+            serving=self._serving,
+            connected=self._connected,
+            interrupts=self._interrupts,
+            display=self._shown,
+            resume=self._resume,
+        )
+        with self._interrupts.heeded():
+            try:
+                return training.run()
+            finally:
+                self._display = None
 
     def interrupt(self) -> None:
         """What Ctrl-C means: while training, that this step is the last; at any other time and twice, the end now.
 
         Raises KeyboardInterrupt, unless the step is to be taken or everything is being killed already.
         """
-        self._interrupts += 1
-        if self._training and self._interrupts == 1:
-            self.stop.set()
-            self.tracker.status("stopping after this step; once more to stop now")
-        elif not self._killing:
-            self._ending = True
-            raise KeyboardInterrupt
+        self._interrupts.interrupt()
 
-    @property
-    def tracker(self) -> Tracker:
-        """Where figures go; opened when first asked for."""
-        if self._tracker is None:
-            self._tracker = Tracker(
-                self.config.run_dir,
-                self.config.grpo.max_steps,
-                display=self.config.tracking.display,
-                samples_per_step=self.config.tracking.samples_per_step,
-                resume_step=step_to_resume(self.config, resume=self._resume),
-            )
-        return self._tracker
-
-    def load_policy(self) -> None:
-        """Load the base model under a fresh adapter."""
-        os.environ.update(self.placement.trainer_environment())  # Read by torch and CUDA as they are imported.
-        with self._phase(), self._timed("the trainer's model is loaded"), self._quietly():
-            from trainer_env import grpo
-
-            self._policy = grpo.load_policy(self.config, self._model)
-
-    def connect(self) -> None:
-        """Wait until the engine has answered, take the server's lease, see that every prompt fits."""
-        with self._phase(), self._timed("the server answers"):
-            client = self._serving.connect()
-        welcome = client.welcome
-        for line in for_people(welcome.http_url, welcome.metrics_url):
-            self.tracker.note(line)
-        sampler = Sampler(
-            client,
-            self._policy.tokenizer,
-            self.config,
-            eos_token_ids=self._policy.eos_token_ids,
-            turns=self._turns(client),
-        )
-        for example in (*self._data.train, *self._data.evaluation):
-            sampler.encode(example.prompt)
-        ranks.join(on_gpu=self.placement.mode != "cpu")
-        ranks.word_of_the_first(welcome.server_uuid)
-        self._rollouts = Rollouts(
-            sampler,
-            self.config,
-            Schedule(self.config, self._data.train, ranks=ranks.count()),
-            max_staleness=self.config.max_staleness(self.placement.mode),
-        )
-
-    def evaluate(self, phase: Phase, step: int) -> None:
-        """Answer the held-out examples under adapter version `step`, and record it."""
-        assert self._rollouts, "connect first"
-        if not self._data.evaluation:
-            return
-        with self._phase(), needing_room(self.config):
-            self.tracker.status(f"evaluating on {len(self._data.evaluation)} held-out examples")
-            started = time.monotonic()
-            with self._quietly():
-                samples = evaluate(
-                    self._rollouts.sampler,
-                    self._data.evaluation,
-                    self._rewards,
-                    self.config.evaluation,
-                    phase=phase,
-                    step=step,
-                )
-            self._rollouts.sampler.turns.take()  # No part of a step.
-            self.tracker.evaluation(phase, step, samples, time.monotonic() - started)
-
-    def train(self) -> Any:
-        """Train to grpo.max_steps; a `grpo.Outcome`. Raises what the server, a reward or the trainer raises."""
-        from trainer_env import grpo
-        from trainer_env.publisher import Publisher
-
-        assert self._rollouts, "connect first"
-        rollout = self.config.rollout
-        publisher = Publisher(self._serving.client, timeout_s=rollout.publish_timeout_s, dtype=rollout.publish_dtype)
-        with self._phase(), needing_room(self.config), self._quietly(), self._stoppable():
-            return grpo.run(
-                self._policy,
-                self.config,
-                rewards=self._rewards,
-                rollouts=self._rollouts,
-                publisher=publisher,
-                tracker=self.tracker,
-                resume=self._resume,
-                after_step=self._after_step,
-                stop=self.stop,
-            )
-
-    def status(self) -> p.ServerStatus:
-        """What the server says of itself."""
-        with self._phase():
-            return self._serving.client.ask(p.Status())
+    def end_step(self) -> None:
+        """Let a training that runs in another thread end after the step that it is taking."""
+        self._interrupts.stop.set()
 
     def close(self, *, now: bool = False, keep_server: bool = False) -> None:
         """End the server and its engine, whatever state they are in. now: kill rather than ask.
@@ -221,15 +224,16 @@ class Session:
         keep_server: leave them running instead, for server.keep_server_s; the next session of this run goes on with
         them. Raises ConfigError, and closes nothing, when that is 0. Interrupted, it may be called again.
         """
-        self._killing = now
+        self._interrupts.killing = now
         if keep_server:
             self._serving.keep()
         try:
             self._serving.close(now=now)
         finally:
-            tracker, self._tracker = self._tracker, None
-            if tracker:
-                tracker.close()
+            self._sampler = None
+            display, self._display = self._display, None
+            if display:
+                display.close()
             lock, self._lock = self._lock, None
             if lock:
                 lock.release()
@@ -239,62 +243,55 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         try:
-            self.close(now=self._interrupts > 1)
+            self.close(now=self._interrupts.impatient)
         except KeyboardInterrupt:  # No more asking.
             self.close(now=True)
             raise
 
-    def _after_step(self, step: int) -> None:
-        every = self.config.evaluation.every
-        if every and step % every == 0 and step < self.config.grpo.max_steps:
-            self.evaluate("eval", step)
+    # ---- what these are made of --------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _phase(self) -> Iterator[None]:
-        """A part of the run that needs the server: if that is gone, say why.
+    def _train_to(self, steps: int) -> None:
+        """Another length of the run; kept in its folder, for whoever goes on with it."""
+        grpo = msgspec.structs.replace(self.config.grpo, max_steps=steps)
+        self.config = msgspec.structs.replace(self.config, grpo=grpo)
+        write_atomically(self.config.run_dir / "config.toml", to_toml(self.config).encode())
 
-        Libraries catch a KeyboardInterrupt, go on, or make another error of it: here it is one again.
-        """
-        try:
-            yield
-        except Exception as error:
-            if self._ending:
-                raise KeyboardInterrupt from error
-            if isinstance(error, PeerDied) and (died := self._serving.died()):
-                raise died from None
-            raise
-        if self._ending:
-            raise KeyboardInterrupt
+    def _connected(self) -> Server:
+        """The server, once its engine has answered and its lease is ours."""
+        if self._serving.connected:
+            return self._serving.client
+        with phase(self._serving, self._interrupts), timed("the server answers", self._shown):
+            client = self._serving.connect()
+        for line in for_people(client.welcome.http_url, client.welcome.metrics_url):
+            self._shown.note(line)
+        return client
 
-    @contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """A Ctrl-C in here lets the step end."""
-        self._training = True
-        try:
-            yield
-        finally:
-            self._training = False
+    def _asking(self) -> Sampler:
+        """How people ask: with a tokenizer that needs no torch."""
+        if self._sampler is None:
+            client, tokenizer = self._connected(), tokenizing.load(self._model)
+            self._sampler = Sampler(
+                client,
+                tokenizer,
+                self.config,
+                eos_token_ids=getattr(tokenizer, "eos_token_ids", ()),
+                turns=turns(self.placement, client, self._shown),
+            )
+        return self._sampler
 
-    def _turns(self, client: Server) -> Turns:
-        """In time-share the halves take turns on their GPU, if the engine can sleep."""
-        if self.placement.mode != "time-share":
-            return Turns()
-        if SLEEP not in client.welcome.capabilities:
-            self.tracker.note("the engine cannot sleep: both halves keep their GPU memory")
-            return Turns()
-        from trainer_env.grpo import release_gpu_memory
+    @property
+    def _shown(self) -> Display:
+        """Where people look; opened when first needed. Somebody who only asks is told in lines."""
+        if self._display is None:
+            mode = self.config.tracking.display
+            self._show("plain" if self._by_hand and mode != "none" else mode)
+            assert self._display
+        return self._display
 
-        return Turns(client, release=release_gpu_memory)
+    def _show(self, mode: Mode) -> None:
+        if self._display:
+            self._display.close()
+        self._display = open_display(mode, self.config.grpo.max_steps)
 
     def _say(self, text: str) -> None:
-        self.tracker.status(text)
-
-    def _quietly(self) -> AbstractContextManager[None]:
-        """What libraries print goes to trainer.log; the display keeps the terminal."""
-        return prints_to(self.config.run_dir / "trainer.log")
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.tracker.status(f"{what} ({time.monotonic() - started:.0f} s)")
+        self._shown.status(text)

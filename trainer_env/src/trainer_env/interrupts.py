@@ -1,0 +1,63 @@
+"""What Ctrl-C means to a run: once, while it trains, that this step is the last; otherwise, and twice, the end now."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Interrupts:
+    """stop: set when the optimizer step that is being taken is to be the last. say: tells people."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.stop = threading.Event()
+        self.ending = False
+        """Whether all is to end: whatever is raised from now on comes of that."""
+        self.killing = False
+        """Whether all is being killed already."""
+        self._say = say
+        self._count = 0
+        self._training = False
+
+    @property
+    def impatient(self) -> bool:
+        """Whether it was asked for more than once."""
+        return self._count > 1
+
+    def interrupt(self) -> None:
+        """One Ctrl-C. Raises KeyboardInterrupt, unless the step is to be taken or everything is being killed."""
+        self._count += 1
+        if self._training and self._count == 1:
+            self.stop.set()
+            self._say("stopping after this step; once more to stop now")
+        elif not self.killing:
+            self.ending = True
+            raise KeyboardInterrupt
+
+    def forget(self) -> None:
+        """Something new begins: what came before does not end it."""
+        self._count = 0
+        self.ending = False
+        self.stop.clear()
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """A Ctrl-C in here lets the step end."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """In here Ctrl-C comes to `interrupt`, unless somebody else takes care of it: for notebooks and scripts."""
+        ours = threading.current_thread() is threading.main_thread()
+        if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda *_: self.interrupt())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,91 @@
+"""From what people write to a Session: a config file, or the name of a run, and what this machine has."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from bridge.errors import ConfigError
+from bridge.settings import nearest
+from trainer_env import arguments
+from trainer_env.config import TrainConfig, load, named
+from trainer_env.config_checks import require_whole_groups
+from trainer_env.devices import detect
+from trainer_env.display import in_kernel
+from trainer_env.models import weights_bytes
+from trainer_env.placement import Placement, plan
+
+KEEP_SERVER_S = 900.0
+"""How long a notebook's server waits for the next kernel, unless the config says otherwise."""
+
+
+def place(config: TrainConfig, source: str) -> Placement:
+    """Which half gets what on this machine. source: what errors call the config. Raises ConfigError."""
+    placement = plan(
+        config.placement,
+        detect(),
+        overlap=config.lookahead("cpu") > 0,
+        server=config.server,
+        model_bytes=weights_bytes(config.model.name),
+    )
+    require_whole_groups(config, placement.ranks, source)
+    return placement
+
+
+def place_in_one_process(config: TrainConfig, source: str) -> Placement:
+    """The same where there is one process, as in a notebook. Raises ConfigError."""
+    placement = place(config, source)
+    if placement.ranks > 1:
+        raise ConfigError(
+            f"{source}: this run trains in {placement.ranks} processes, one a GPU, and here is one.",
+            remedy="Start it with scripts/train.py, or name one GPU: placement.trainer_gpus=[1].",
+        )
+    return placement
+
+
+def find(
+    config: str | Path | TrainConfig | None, overrides: Sequence[str], *, run: str = "", output_dir: str = ""
+) -> tuple[TrainConfig, str]:
+    """The config of a session that is opened by hand, and what errors call it.
+
+    config: what a new run is made from: a file, a TrainConfig, the bare name of one that comes with Tandem, or None for
+    the demo. A run that exists has a config of
+    its own, which holds instead; the overrides are applied to either. output_dir: default: the config's.
+    Raises ConfigError.
+    """
+    path = Path("session.toml") if isinstance(config, TrainConfig) else _file(config)
+    found = config if isinstance(config, TrainConfig) else load(path, overrides)
+    output_dir = output_dir or found.output_dir
+    own = Path(output_dir) / run / "config.toml"
+    if run and own.is_file():
+        path, found = own, load(own, overrides)
+    found = msgspec.structs.replace(found, run=run or found.run, output_dir=output_dir)
+    return _kept_in_a_kernel(named(found, path)), str(path)
+
+
+def _file(config: str | Path | None) -> Path:
+    """A config's file: as it is named, or `configs/NAME.toml` of the checkout for a bare name."""
+    demo = arguments.demo()
+    if config is None:
+        return demo
+    path = Path(config)
+    shipped = demo.with_name(f"{path.name}.toml")
+    return shipped if path.parent == Path() and not path.suffix and shipped.is_file() else path
+
+
+def existing(run: str, output_dir: str) -> str:
+    """The name of a run that exists. Raises ConfigError, with the nearest one."""
+    if (Path(output_dir) / run / "config.toml").is_file():
+        return run
+    runs = sorted(path.parent.name for path in Path(output_dir).glob("*/config.toml"))
+    near = nearest(run, runs)
+    raise ConfigError(
+        f"There is no run {run!r} in {Path(output_dir).absolute()}.",
+        remedy=f"Did you mean {near!r}?" if near else f"There are: {', '.join(runs) or 'none'}.",
+    )
+
+
+def _kept_in_a_kernel(config: TrainConfig) -> TrainConfig:
+    if not in_kernel() or "keep_server_s" in config.server:
+        return config
+    return msgspec.structs.replace(config, server={**config.server, "keep_server_s": KEEP_SERVER_S})

@@ -1,0 +1,202 @@
+"""A run's training from beginning to end: load, connect, evaluate, train, evaluate, sum up."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.errors import PeerDied
+from trainer_env import ranks
+from trainer_env.config import TrainConfig
+from trainer_env.data import Data
+from trainer_env.display import Display
+from trainer_env.evaluation import evaluate
+from trainer_env.interrupts import Interrupts
+from trainer_env.ordering import Schedule
+from trainer_env.placement import Placement
+from trainer_env.quiet import prints_to
+from trainer_env.records import Phase, Summary
+from trainer_env.rewards import Reward
+from trainer_env.rollouts import Rollouts
+from trainer_env.run_folder import needing_room, step_to_resume
+from trainer_env.sampler import Sampler
+from trainer_env.server import Server
+from trainer_env.serving import Serving
+from trainer_env.tracking import Tracker
+from trainer_env.turns import SLEEP, Turns
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training is made of. model: what `models.resolve` returned. resume: go on from the last checkpoint.
+
+    connected: waits for the server, and gives who to ask.
+    """
+
+    config: TrainConfig
+    placement: Placement
+    data: Data
+    rewards: Sequence[Reward]
+    model: str
+    serving: Serving
+    connected: Callable[[], Server]
+    interrupts: Interrupts
+    display: Display
+    resume: bool
+
+    def run(self) -> Summary:
+        """Train to grpo.max_steps, or to the step at which somebody interrupts.
+
+        Raises what the server, a reward or the trainer raises, and ConfigError when the run cannot begin or go on.
+        """
+        tracker = self._tracker()
+        try:
+            policy = self._load_policy()
+            rollouts = self._rollouts(self.connected(), policy)
+            if self.config.evaluation.before and not self.resume:
+                self._held_out(tracker, rollouts, "eval_before", 0)
+            outcome = self._train(tracker, rollouts, policy)
+            if self.config.evaluation.after and outcome.finished:
+                self._held_out(tracker, rollouts, "eval_after", outcome.step)
+            with self._phase():
+                restarts = self.serving.restarts()
+            with needing_room(self.config):
+                return tracker.finish(
+                    backend=self.config.backend,
+                    placement=self.placement.mode,
+                    adapter=outcome.adapter,
+                    restarts=restarts,
+                )
+        finally:
+            tracker.close()
+
+    def _tracker(self) -> Tracker:
+        return Tracker(
+            self.config.run_dir,
+            self.config.grpo.max_steps,
+            display=self.display,
+            samples_per_step=self.config.tracking.samples_per_step,
+            resume_step=step_to_resume(self.config, resume=self.resume),
+        )
+
+    def _load_policy(self) -> Any:
+        """The base model under a fresh adapter: a `grpo.Policy`."""
+        os.environ.update(self.placement.trainer_environment())  # Read by torch and CUDA as they are imported.
+        with self._phase(), timed("the trainer's model is loaded", self.display), self._quietly():
+            from trainer_env import grpo
+
+            return grpo.load_policy(self.config, self.model)
+
+    def _rollouts(self, server: Server, policy: Any) -> Rollouts:
+        """How training asks. Raises ConfigError for a prompt that does not fit."""
+        from trainer_env.grpo import release_gpu_memory
+
+        sampler = Sampler(
+            server,
+            policy.tokenizer,
+            self.config,
+            eos_token_ids=policy.eos_token_ids,
+            turns=turns(self.placement, server, self.display, release=release_gpu_memory),
+        )
+        for example in (*self.data.train, *self.data.evaluation):
+            sampler.encode(example.prompt)
+        ranks.join(on_gpu=self.placement.mode != "cpu")
+        ranks.word_of_the_first(server.welcome.server_uuid)
+        return Rollouts(
+            sampler,
+            self.config,
+            Schedule(self.config, self.data.train, ranks=ranks.count()),
+            max_staleness=self.config.max_staleness(self.placement.mode),
+        )
+
+    def _held_out(self, tracker: Tracker, rollouts: Rollouts, phase: Phase, step: int) -> None:
+        """Answer the held-out examples under adapter version `step`, and record it."""
+        if not self.data.evaluation:
+            return
+        with self._phase(), needing_room(self.config):
+            self.display.status(f"evaluating on {len(self.data.evaluation)} held-out examples")
+            started = time.monotonic()
+            with self._quietly():
+                samples = evaluate(
+                    rollouts.sampler,
+                    self.data.evaluation,
+                    self.rewards,
+                    self.config.evaluation,
+                    phase=phase,
+                    step=step,
+                )
+            rollouts.sampler.turns.take()  # No part of a step.
+            tracker.evaluation(phase, step, samples, time.monotonic() - started)
+
+    def _train(self, tracker: Tracker, rollouts: Rollouts, policy: Any) -> Any:
+        """Train to grpo.max_steps; a `grpo.Outcome`."""
+        from trainer_env import grpo
+        from trainer_env.publisher import Publisher
+
+        every, last = self.config.evaluation.every, self.config.grpo.max_steps
+
+        def after_step(step: int) -> None:
+            if every and step % every == 0 and step < last:
+                self._held_out(tracker, rollouts, "eval", step)
+
+        rollout = self.config.rollout
+        publisher = Publisher(self.serving.client, timeout_s=rollout.publish_timeout_s, dtype=rollout.publish_dtype)
+        with self._phase(), needing_room(self.config), self._quietly(), self.interrupts.stoppable():
+            return grpo.run(
+                policy,
+                self.config,
+                rewards=self.rewards,
+                rollouts=rollouts,
+                publisher=publisher,
+                tracker=tracker,
+                resume=self.resume,
+                after_step=after_step,
+                stop=self.interrupts.stop,
+            )
+
+    def _phase(self) -> AbstractContextManager[None]:
+        return phase(self.serving, self.interrupts)
+
+    def _quietly(self) -> AbstractContextManager[None]:
+        """What libraries print goes to trainer.log; the display keeps the terminal."""
+        return prints_to(self.config.run_dir / "trainer.log")
+
+
+@contextmanager
+def phase(serving: Serving, interrupts: Interrupts) -> Iterator[None]:
+    """A part of the run that needs the server: if that is gone, say why.
+
+    Libraries catch a KeyboardInterrupt, go on, or make another error of it: here it is one again.
+    """
+    try:
+        yield
+    except Exception as error:
+        if interrupts.ending:
+            raise KeyboardInterrupt from error
+        if isinstance(error, PeerDied) and (died := serving.died()):
+            raise died from None
+        raise
+    if interrupts.ending:
+        raise KeyboardInterrupt
+
+
+def turns(
+    placement: Placement, server: Server, display: Display, *, release: Callable[[], None] = lambda: None
+) -> Turns:
+    """In time-share the halves take turns on their GPU, if the engine can sleep. release: see `Turns`."""
+    if placement.mode != "time-share":
+        return Turns()
+    if SLEEP not in server.welcome.capabilities:
+        display.note("the engine cannot sleep: both halves keep their GPU memory")
+        return Turns()
+    return Turns(server, release=release)
+
+
+@contextmanager
+def timed(what: str, display: Display) -> Iterator[None]:
+    """Say afterwards how long something took."""
+    started = time.monotonic()
+    yield
+    display.status(f"{what} ({time.monotonic() - started:.0f} s)")
