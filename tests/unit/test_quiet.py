@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 
 from trainer_env.quiet import prints_to
 
@@ -30,3 +31,22 @@ def test_a_run_folder_that_was_deleted_is_no_error(tmp_path):
         folder.rmdir()
         print("nobody reads this")
     assert not folder.exists()
+
+
+def test_in_a_thread_only_what_that_thread_prints_goes_to_the_file(tmp_path, capsys):
+    inside, done = threading.Event(), threading.Event()
+
+    def work():
+        with prints_to(tmp_path / "trainer.log"):
+            print("from the library")
+            inside.set()
+            assert done.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(10)
+    print("from the user")
+    done.set()
+    thread.join()
+    assert (tmp_path / "trainer.log").read_text() == "from the library\n"
+    assert capsys.readouterr().out == "from the user\n"

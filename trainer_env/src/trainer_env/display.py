@@ -100,7 +100,7 @@ class Display(Protocol):
 def open_display(mode: Mode, total_steps: int, console: Console | None = None) -> Display:
     """The display for a mode; auto is a picture in a notebook, live in a terminal, and plain elsewhere."""
     # Bound to the stream of now: while the libraries run, sys.stdout is trainer.log.
-    console = console or Console(file=sys.stdout, highlight=False)
+    console = console or Console(file=sys.stdout, highlight=False, force_jupyter=False)
     if mode == "none":
         return Silent()
     if mode == "auto" and in_kernel():

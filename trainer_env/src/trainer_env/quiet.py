@@ -1,9 +1,12 @@
 """What libraries print goes to a file: the terminal belongs to the progress display."""
 
 import io
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import TextIO, cast
 
 
 class LogFile(io.TextIOBase):
@@ -27,9 +30,34 @@ class LogFile(io.TextIOBase):
         return len(text)
 
 
+class OneThreads(io.TextIOBase):
+    """What one thread prints goes to a file, and what others do to where it went before."""
+
+    def __init__(self, file: TextIO, before: TextIO) -> None:
+        self._file = file
+        self._before = before
+        self._thread = threading.get_ident()
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, text: str) -> int:
+        """To where this thread's words go."""
+        return (self._file if threading.get_ident() == self._thread else self._before).write(text)
+
+    def flush(self) -> None:
+        """Both of them."""
+        self._file.flush()
+        self._before.flush()
+
+
 @contextmanager
 def prints_to(path: Path) -> Iterator[None]:
-    """Send sys.stdout and sys.stderr to a file."""
-    stream = LogFile(path)
-    with redirect_stdout(stream), redirect_stderr(stream):
+    """Send sys.stdout and sys.stderr to a file. In a thread beside the main one: only what that thread prints."""
+    file = cast("TextIO", LogFile(path))
+    out, err = file, file
+    if threading.current_thread() is not threading.main_thread():
+        out, err = cast("TextIO", OneThreads(file, sys.stdout)), cast("TextIO", OneThreads(file, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         yield

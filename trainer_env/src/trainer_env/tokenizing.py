@@ -17,6 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from bridge.errors import ConfigError
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+_END = "END-OF-LAST-MESSAGE "
+"""Put at the end of a message that is to be gone on with; the space shows whether the template trims."""
+
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -58,6 +61,9 @@ class Tokenizer:
     ) -> Any:
         """A conversation as token ids, or as text. variables: for the template. Raises ConfigError where it refuses."""
         assert not return_dict, "only token ids or text"
+        if continue_final_message:
+            *earlier, last = conversation
+            conversation = [*earlier, {**last, "content": f"{last['content']}{_END}"}]
         template = _environment().from_string(self.chat_template)
         try:
             text = template.render(
@@ -74,7 +80,7 @@ class Tokenizer:
                 remedy="Leave out the system prompt, or set data.chat = false.",
             ) from None
         if continue_final_message:
-            text = _up_to_the_end_of(str(conversation[-1]["content"]), text)
+            text = _up_to_the_end(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids if tokenize else text
 
     def _eos_token_ids(self, folder: Path) -> tuple[int, ...]:
@@ -155,8 +161,8 @@ def _refuse(message: str) -> NoReturn:
 _now: Callable[[str], str] = lambda format_: datetime.now().astimezone().strftime(format_)  # noqa: E731 (a global of templates)
 
 
-def _up_to_the_end_of(last: str, text: str) -> str:
+def _up_to_the_end(text: str) -> str:
     """The rendered conversation without what the template puts after its last message."""
-    begins = text.rindex(last.strip())
-    whole = text[begins : begins + len(last)] == last
-    return text[: begins + len(last if whole else last.strip())]
+    before, _, after = text.rpartition(_END.strip())
+    trimmed = not after.startswith(_END[len(_END.strip()) :])  # Then the template trims messages.
+    return before.rstrip() if trimmed else before
