@@ -14,6 +14,7 @@ from trainer_env.ordering import Schedule
 from trainer_env.publisher import Publisher
 from trainer_env.rewards import Reward
 from trainer_env.rollouts import Rollouts
+from trainer_env.run_evaluation import evaluate_run
 from trainer_env.sampler import Sampler
 from trainer_env.tracking import Tracker
 from trainer_env.turns import Turns
@@ -57,9 +58,10 @@ def train(
     rewards: Sequence[Reward] = (LOW_TOKENS,),
     examples: Sequence[Example] = EXAMPLES,
     turns: Turns | None = None,
+    held_out: Sequence[Example] = (),
     **how: Any,
 ) -> SimpleNamespace:
-    """A run to its end; everything that took part."""
+    """A run to its end; everything that took part. held_out: evaluated on after each step."""
     path = models.resolve(config.model.name)
     server = server or HFServer(path)
     policy = grpo.load_policy(config, path)
@@ -76,7 +78,22 @@ def train(
         display="none",
         samples_per_step=99,
         resume_step=step_of(checkpoint) if checkpoint else None,
+        evaluation=config.evaluation,
     )
+    if held_out:
+        how |= {
+            "after_step": lambda step: evaluate_run(
+                config,
+                sampler=rollouts.sampler,
+                examples=held_out,
+                rewards=rewards,
+                tracker=tracker,
+                model=policy.model,
+                phase="eval",
+                step=step,
+            ),
+            "enough": lambda: tracker.held_out.enough,
+        }
     try:
         outcome = grpo.run(
             policy,
@@ -90,5 +107,11 @@ def train(
     finally:
         tracker.close()
     return SimpleNamespace(
-        config=config, server=server, policy=policy, outcome=outcome, steps=tracker.steps, samples=tracker.samples
+        config=config,
+        server=server,
+        policy=policy,
+        outcome=outcome,
+        steps=tracker.steps,
+        samples=tracker.samples,
+        tracker=tracker,
     )

@@ -126,6 +126,12 @@ def test_a_wrong_key_type_or_value_is_named(override, key, expectation, nearest)
         (["data.chat=false", "data.system_prompt=Think."], "data.system_prompt: has no place in a raw text prompt"),
         (["rewards.0.weight=0"], "every weight is 0"),
         (["rewards=[{function='length'}, {function='length'}]"], "two rewards are called 'length'"),
+        (["evaluation.num_generations=4"], "evaluation.num_generations: 4 answers at evaluation.temperature 0 are all"),
+        (["evaluation.early_stopping_patience=2"], "there are none; set evaluation.every"),
+        (
+            ["evaluation.early_stopping_patience=2", "evaluation.every=4", "data.eval_size=0"],
+            "evaluation.early_stopping_patience: nothing is held out to evaluate on",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(overrides, expected):

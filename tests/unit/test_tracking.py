@@ -9,10 +9,12 @@ import subprocess
 import sys
 import textwrap
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from bridge.errors import BridgeError, ConfigError
+from trainer_env.config import EvaluationConfig
 from trainer_env.display import LiveTable, PlainLines, Silent, TimeLeft, comparison, duration, open_display
 from trainer_env.jsonl import JsonLines, write_atomically
 from trainer_env.plot import moving_mean, plot_rewards
@@ -108,6 +110,80 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
     assert (summary.steps, summary.reward_first4, summary.reward_last4) == (8, 2.5, 6.5)
     assert (summary.eval_before, summary.eval_after) == (0.1, 0.9)
+
+
+def answers(step, *rewards, phase: Phase = "eval", prompts=("p", "q")):
+    """The same rewards for each prompt."""
+    return [sample(phase, step, reward, prompt=prompt) for prompt in prompts for reward in rewards]
+
+
+def test_an_evaluation_of_several_answers_says_how_many_and_what_they_come_to(tmp_path):
+    run = tracker(tmp_path)
+    chances = {"1": 0.25, "2": 0.5}
+    run.evaluation("eval", 4, answers(4, 0.0, 0.5), 1.5, num_generations=2, temperature=0.7, pass_at=chances)
+    (line,) = lines(tmp_path / "evaluations.jsonl")
+    expected = {"phase": "eval", "step": 4, "reward_mean": 0.25, "examples": 2, "seconds": 1.5}
+    assert line == expected | {"num_generations": 2, "temperature": 0.7, "pass_at": chances}
+
+
+def test_of_many_answers_the_first_to_each_example_is_kept(tmp_path):
+    run = tracker(tmp_path)
+    run.evaluation("eval", 1, answers(1, *[0.0] * 128), 1, num_generations=128)
+    assert len(lines(tmp_path / "samples.jsonl")) == 256
+    run.evaluation("eval", 2, answers(2, 1.0, *[0.0] * 128), 1, num_generations=129)
+    kept = [line for line in lines(tmp_path / "samples.jsonl") if line["step"] == 2]
+    assert [(line["prompt"], line["reward"]) for line in kept] == [("p", 1.0), ("q", 1.0)]
+    run.evaluation("eval", 3, [sample("eval", 3)] * 300, 1)
+    assert len(lines(tmp_path / "samples.jsonl")) == 256 + 2 + 300
+
+
+def evaluated(run, step, reward, phase: Phase = "eval"):
+    """As a session does it, with a file for the adapter."""
+    if run.held_out.note(run.evaluation(phase, step, [sample(phase, step, reward)], 1)):
+        folder = run.run_dir / "best"
+        folder.mkdir(exist_ok=True)
+        (folder / "best.json").write_bytes(msgspec.json.encode(run.held_out.best))
+
+
+def test_the_summary_names_the_best_adapter_and_an_early_end(tmp_path):
+    run = tracker(tmp_path, evaluation=EvaluationConfig(every=1, early_stopping_patience=2))
+    for step, reward in enumerate([0.2, 0.6, 0.5, 0.6], 1):
+        run.step(metrics(step))
+        evaluated(run, step, reward)
+    summary = finish(run)
+    assert (summary.best_step, summary.best_reward, summary.stopped_early) == (2, 0.6, True)
+    assert json.loads((tmp_path / "summary.json").read_text())["stopped_early"] is True
+
+
+def test_a_run_that_took_all_its_steps_did_not_end_early(tmp_path):
+    run = tracker(tmp_path, evaluation=EvaluationConfig(every=1, early_stopping_patience=1))
+    for step in range(1, 9):
+        run.step(metrics(step))
+        evaluated(run, step, 0.5)
+    summary = finish(run)
+    assert (summary.best_step, summary.stopped_early) == (1, False)
+
+
+def test_resume_takes_back_the_best_adapter_and_the_patience_that_came_after_the_checkpoint(tmp_path):
+    settings = EvaluationConfig(every=1, early_stopping_patience=3)
+    run = tracker(tmp_path, evaluation=settings)
+    for step, reward in enumerate([0.4, 0.3, 0.6], 1):
+        run.step(metrics(step))
+        evaluated(run, step, reward)
+    run.close()
+
+    same = tracker(tmp_path, resume_step=3, evaluation=settings)
+    assert (same.held_out.best.step, same.held_out.bar, same.held_out.without) == (3, 0.6, 0)
+    same.close()
+    back = tracker(tmp_path, resume_step=2, evaluation=settings)
+    # Step 3 has not been taken any more, and the adapter of step 1 was replaced by its.
+    assert (back.held_out.best, back.held_out.bar, back.held_out.without) == (None, 0.4, 1)
+    assert not (tmp_path / "best").exists()
+    for step, reward in ((3, 0.35), (4, 0.4)):
+        back.step(metrics(step))
+        evaluated(back, step, reward)
+    assert back.held_out.enough
+    assert (finish(back).best_step, finish(back).best_reward) == (4, 0.4)
 
 
 def test_resume_from_the_end_measures_the_end_again(tmp_path):
@@ -209,6 +285,24 @@ def test_without_a_terminal_a_step_is_a_line():
         assert part in steps[0]
 
 
+def test_several_answers_to_each_example_show_pass_at_k():
+    screen = console()
+    record = Evaluation(
+        phase="eval",
+        step=8,
+        reward_mean=0.42,
+        examples=16,
+        seconds=1,
+        num_generations=4,
+        temperature=1.0,
+        pass_at={"1": 0.4, "2": 0.55, "4": 0.8},
+    )
+    PlainLines(24, screen).evaluation(record)
+    assert text_on(screen) == (
+        "evaluation step 8: reward 0.42 on 16 held-out examples x 4 answers, pass@1 0.40, pass@2 0.55, pass@4 0.80\n"
+    )
+
+
 def test_in_a_terminal_a_table_is_redrawn():
     screen = console(terminal=True)
     display = LiveTable(24, screen)
@@ -264,6 +358,27 @@ def test_the_ending_compares_before_and_after(tmp_path):
     text = text_on(screen)
     for part in ("2+3?", "[bold]23", "0.20 → 1.00", str(tmp_path / "adapter"), str(tmp_path / "reward.png")):
         assert part in text
+
+
+def test_the_ending_names_the_best_adapter_and_why_training_ended(tmp_path):
+    screen = console()
+    settings = EvaluationConfig(every=1, early_stopping_patience=1)
+    run = Tracker(tmp_path, 4, display=PlainLines(4, screen), evaluation=settings)
+    for step, reward in ((1, 0.7), (2, 0.6)):
+        run.step(metrics(step))
+        evaluated(run, step, reward)
+    finish(run)
+    text = text_on(screen)
+    assert f"0.70 at step 1, kept in {tmp_path / 'best'}" in text
+    assert "early, after step 2: the held-out examples' reward got no better" in text
+
+
+def test_the_comparison_shows_each_prompt_once():
+    before = answers(0, 0.0, 0.9, prompts="pq")
+    after = answers(4, 0.5, 0.1, prompts="pq")
+    table = comparison(before, after)
+    assert [str(cell) for cell in table.columns[0].cells] == ["p", "q"]
+    assert [list(table.columns[place].cells) for place in (2, 4)] == [["0.00", "0.00"], ["0.50", "0.50"]]
 
 
 def test_the_comparison_starts_with_what_changed_most():

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,19 @@ def checkpoint_to_resume(folder: Path) -> Path:
     return checkpoint
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """Write the trained adapter in PEFT's format, aside and then renamed, in place of an older one."""
+def save_adapter(model: Any, folder: Path, *, beside: Mapping[str, bytes] | None = None) -> None:
+    """Write the trained adapter in PEFT's format, aside and then renamed, in place of an older one.
+
+    beside: further files of the folder, by name.
+    """
     from trainer_env.packing import ADAPTER  # Torch takes seconds; finding a checkpoint does not need it.
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         model.save_pretrained(str(aside), selected_adapters=[ADAPTER], save_embedding_layers=False)
+        for name, content in (beside or {}).items():
+            (aside / name).write_bytes(content)
         aside.chmod(0o755)
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -77,7 +77,7 @@ def train(session: "Session") -> int:
         _log_to(session.config.run_dir / "trainer.log")
         summary = session.train()
     settings = session.config
-    if summary.steps >= settings.grpo.max_steps:
+    if summary.steps >= settings.grpo.max_steps or summary.stopped_early:
         return 0
     print(
         f"tandem-train: interrupted after step {summary.steps} of {settings.grpo.max_steps}; nothing is left running.\n"

@@ -42,7 +42,7 @@ _OWNED = {
 
 def check(config: TrainConfig, source: str) -> None:
     """Raise one ConfigError that lists every broken rule. source: what to call the config."""
-    rules = (_finite, _server, _model, _lora, _sampling, _extra, _batches, _staleness, _data, _rewards)
+    rules = (_finite, _server, _model, _lora, _sampling, _extra, _batches, _staleness, _data, _rewards, _evaluation)
     _refuse([problem for rule in rules for problem in rule(config)], source)
 
 
@@ -192,6 +192,29 @@ def _data(config: TrainConfig) -> Iterator[Problem]:
         for name in ("system_prompt", "chat_template_kwargs"):
             if getattr(data, name):
                 yield f"data.{name}", "has no place in a raw text prompt; set data.chat = true, or leave it out"
+
+
+def _evaluation(config: TrainConfig) -> Iterator[Problem]:
+    evaluation = config.evaluation
+    if evaluation.num_generations > 1 and not evaluation.temperature:
+        yield (
+            "evaluation.num_generations",
+            (
+                f"{evaluation.num_generations} answers at evaluation.temperature 0 are all alike; set a temperature "
+                "above 0, such as grpo.temperature, or num_generations to 1"
+            ),
+        )
+    if evaluation.early_stopping_patience:
+        if not evaluation.every:
+            yield (
+                "evaluation.early_stopping_patience",
+                "counts evaluations in between, and there are none; set evaluation.every",
+            )
+        if not config.data.eval_size:
+            yield (
+                "evaluation.early_stopping_patience",
+                "nothing is held out to evaluate on; set data.eval_size",
+            )
 
 
 def _rewards(config: TrainConfig) -> Iterator[Problem]:

@@ -231,8 +231,8 @@ class LiveTable:
 
 def pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
     """The samples of the same prompts before and after training; first those that changed most."""
-    earlier = {sample.prompt: sample for sample in before}
-    found = [(earlier[sample.prompt], sample) for sample in after if sample.prompt in earlier]
+    earlier, later = _first_answers(before), _first_answers(after)
+    found = [(earlier[prompt], sample) for prompt, sample in later.items() if prompt in earlier]
     return sorted(found, key=lambda pair: pair[0].reward - pair[1].reward)
 
 
@@ -252,6 +252,14 @@ def comparison(before: Sequence[Sample], after: Sequence[Sample], count: int = 6
     return table
 
 
+def _first_answers(samples: Sequence[Sample]) -> dict[str, Sample]:
+    """By prompt, in their order."""
+    first: dict[str, Sample] = {}
+    for sample in samples:
+        first.setdefault(sample.prompt, sample)
+    return first
+
+
 def short(text: str, limit: int = 110) -> str:
     """A text on one line, its middle left out where it is long: how it ends often matters most."""
     line = " ".join(text.split())
@@ -261,14 +269,22 @@ def short(text: str, limit: int = 110) -> str:
 def evaluation_line(record: Evaluation) -> str:
     """An evaluation in a line."""
     when = {"eval_before": "before training", "eval_after": "after training"}.get(record.phase, f"step {record.step}")
-    return f"evaluation {when}: reward {record.reward_mean:.2f} on {record.examples} held-out examples"
+    line = f"evaluation {when}: reward {record.reward_mean:.2f} on {record.examples} held-out examples"
+    if record.num_generations == 1:
+        return line
+    chances = ", ".join(f"pass@{k} {chance:.2f}" for k, chance in record.pass_at.items())
+    return f"{line} x {record.num_generations} answers, {chances}"
 
 
 def ending(summary: Summary, run_dir: Path) -> list[tuple[str, str]]:
     """What a run came to and where it lies: names and texts."""
+    best = f"{number(summary.best_reward)} at step {summary.best_step}, kept in {run_dir / 'best'}"
+    early = f"early, after step {summary.steps}: the held-out examples' reward got no better"
     return [
         ("reward", f"{number(summary.reward_first4)} (first 4 steps) → {number(summary.reward_last4)} (last 4 steps)"),
         ("held out", f"{number(summary.eval_before)} → {number(summary.eval_after)}"),
+        *([] if summary.best_step is None else [("best", best)]),
+        *([("ended", early)] if summary.stopped_early else []),
         ("time", f"{duration(summary.wall_s)} for {summary.steps} steps on {summary.backend}, {summary.placement}"),
         ("plot", str(run_dir / "reward.png")),
         ("adapter", summary.adapter or "none was made"),

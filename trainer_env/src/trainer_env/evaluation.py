@@ -1,54 +1,103 @@
 """The held-out examples, answered by the server and scored like any completion."""
 
+import math
+import statistics
 from collections.abc import Sequence
 
-from trainer_env.config import EvaluationConfig
+import msgspec
+
+from bridge.errors import ConfigError
 from trainer_env.data import Example, column_names, columns
+from trainer_env.pass_at import pass_at
 from trainer_env.records import Phase, Sample
 from trainer_env.rewards import Reward, score
 from trainer_env.sampler import Sampler
 from trainer_env.scoring import readable
 
 
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answers to some examples are worth. samples: example by example, all answers to each."""
+
+    samples: list[Sample]
+    examples: int
+    num_generations: int
+    temperature: float
+    reward_mean: float
+    """Over all answers."""
+    pass_at: dict[str, float]
+    """k -> the chance that one of k answers is right."""
+
+
 def evaluate(
     sampler: Sampler,
     examples: Sequence[Example],
     rewards: Sequence[Reward],
-    config: EvaluationConfig,
     *,
-    phase: Phase,
-    step: int,
-) -> list[Sample]:
-    """One answer to each example under adapter version `step`, with its rewards. Raises what the server answers."""
-    examples = examples[: config.max_examples or None]
-    prompts = [example.prompt for example in examples]
-    groups = sampler.sample(prompts, temperature=config.temperature, version=step)
-    answers = [group[0] for group in groups]
+    n: int = 1,
+    temperature: float = 0.0,
+    version: int = -1,
+    max_tokens: int | None = None,
+    pass_threshold: float = 1.0,
+    phase: Phase = "eval",
+    step: int | None = None,
+) -> Answered:
+    """Have each example answered n times under an adapter version (0: the base model; -1: the newest), and score that.
+
+    max_tokens: of an answer; None: as in training. pass_threshold: the reward from which on an answer is right.
+    step: what the samples are recorded under; None: the version that answered.
+    Raises what the server answers, RewardError, and ConfigError when there is no example or n answers would be alike.
+    """
+    if not examples:
+        raise ConfigError("There is no example to evaluate on.", remedy="Hold some out: set data.eval_size.")
+    if n > 1 and not temperature:
+        raise ConfigError(
+            f"{n} answers to each example were asked for at temperature 0, where all {n} are alike.",
+            remedy="Set a temperature above 0, or ask for one answer.",
+        )
+    asked = [example.prompt for example in examples]
+    groups = sampler.sample(asked, n=n, temperature=temperature, max_tokens=max_tokens, version=version)
+    answers = [answer for group in groups for answer in group]
+    answered = [example for example in examples for _ in range(n)]
+    prompts = [example.prompt for example in answered]
     texts = [sampler.decode(answer) for answer in answers]
     known = [name for name in column_names(examples) if name != "prompt"]
     scores = score(
         rewards,
         prompts,
         [_as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
-        **columns(examples, known),
+        **columns(answered, known),
         completion_ids=[answer.token_ids for answer in answers],
         finish_reason=[answer.finish_reason for answer in answers],
     )
-    return [
+    samples = [
         Sample(
             phase=phase,
-            step=step,
+            step=answers[row].version if step is None else step,
             version=answers[row].version,
             prompt=readable(prompts[row]),
             completion=texts[row],
             token_ids=answers[row].token_ids,
             reward=scores.total[row],
             rewards={name: each[row] for name, each in scores.each.items()},
-            answer=examples[row].answer,
+            answer=answered[row].answer,
             finish_reason=answers[row].finish_reason,
         )
-        for row in range(len(examples))
+        for row in range(len(answers))
     ]
+    right = [is_right(total, pass_threshold) for total in scores.total]
+    return Answered(
+        samples=samples,
+        examples=len(examples),
+        num_generations=n,
+        temperature=temperature,
+        reward_mean=statistics.fmean(scores.total),
+        pass_at=pass_at(n, [sum(right[start : start + n]) for start in range(0, len(right), n)]),
+    )
+
+
+def is_right(reward: float, threshold: float) -> bool:
+    """Whether a reward reaches the threshold. Ten rewards of 0.1 do reach 1, although their sum is a bit below it."""
+    return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-9)
 
 
 def _as_completion(prompt: object, text: str) -> object:

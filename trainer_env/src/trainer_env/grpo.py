@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -124,13 +124,15 @@ def run(
     tracker: Tracker | None,
     resume: bool = False,
     after_step: Callable[[int], None] | None = None,
+    enough: Callable[[], bool] | None = None,
     stop: Event | None = None,
 ) -> Outcome:
     """Train to grpo.max_steps and save the adapter to run_dir/adapter.
 
     resume: go on from run_dir's last whole checkpoint, exactly: weights, optimizer, prompts, random state, version.
     tracker: of the first of several trainer processes; the others have none. after_step: called with the number of
-    steps taken, once their adapter serves. stop: once set in any process, the step that is being taken is the last.
+    steps taken, once their adapter serves. enough: asked at the start, where yes means that no step is taken, and after
+    each step, which is then the last. stop: once set in any process, the step that is being taken is the last.
     Raises ConfigError when there is nothing to resume.
     """
     checkpoint = checkpoint_to_resume(config.run_dir / "checkpoints") if resume else None
@@ -142,10 +144,14 @@ def run(
         publisher=publisher,
         tracker=tracker,
         after_step=after_step,
+        enough=enough,
         stop=stop,
     )
+    from trainer_env.step_report import Enough
+
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with suppress(Enough):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         rollouts.give_up()
     adapter = config.run_dir / "adapter"
@@ -163,6 +169,7 @@ def build_trainer(
     publisher: Publisher,
     tracker: Tracker | None,
     after_step: Callable[[int], None] | None = None,
+    enough: Callable[[], bool] | None = None,
     stop: Event | None = None,
 ) -> Any:
     """TRL's GRPOTrainer (on a GPU: Unsloth's patched one), fed by `rollouts`, publishing through `publisher`."""
@@ -195,6 +202,7 @@ def build_trainer(
         scoring=scoring,
         tracker=tracker,
         after_step=after_step,
+        enough=enough,
         stop=stop,
     )
     trainer = using_sampling_logprobs(GRPOTrainer)(

@@ -65,18 +65,28 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of evaluations.jsonl: the held-out examples answered once."""
+    """One line of evaluations.jsonl: the held-out examples answered, each num_generations times."""
 
     phase: Phase
     step: int
     reward_mean: float
+    """Over all answers."""
     examples: int
     seconds: float
     num_generations: int = 1
     """Answers to each example."""
     temperature: float = 0.0
     pass_at: dict[str, float] = {}
-    """k -> the chance that one of k answers is right, by the unbiased estimate of Chen et al. 2021."""
+    """k -> the chance that one of k answers is right: evaluation.pass_threshold says which are."""
+
+
+class Best(msgspec.Struct, frozen=True, kw_only=True):
+    """best/best.json: the adapter beside it."""
+
+    step: int
+    reward_mean: float
+    """On the held-out examples."""
+    version: int
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,5 +108,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     best_reward: float | None = None
     """That adapter's, on the held-out examples."""
     stopped_early: bool = False
+    """Whether evaluation.early_stopping_patience ended training before grpo.max_steps."""
     proof: dict[Proof, int] = {}
     """Steps by verdict."""

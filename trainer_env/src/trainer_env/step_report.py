@@ -18,6 +18,10 @@ from trainer_env.scoring import Scoring
 from trainer_env.tracking import Tracker
 
 
+class Enough(Exception):
+    """The run had ended before this process went on with it: there is no step to take."""
+
+
 class StepReport(TrainerCallback):
     """Publishes early, so that the server has the new adapter before it is asked for the next rollout.
 
@@ -36,6 +40,7 @@ class StepReport(TrainerCallback):
         scoring: Scoring,
         tracker: Tracker | None,
         after_step: Callable[[int], None] | None = None,
+        enough: Callable[[], bool] | None = None,
         stop: Event | None = None,
     ) -> None:
         self._model = model
@@ -46,13 +51,18 @@ class StepReport(TrainerCallback):
         self._scoring = scoring
         self._tracker = tracker
         self._after_step = after_step
+        self._enough = enough
         self._stop = stop
         self._mark = 0.0
         self._step_s = 0.0
         self._carried: dict[str, float] = {}
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock."""
+    def on_train_begin(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
+        """Publish what a resumed run goes on from, and start the clock. Raises Enough."""
+        if state.is_world_process_zero and state.global_step:
+            self._publish(state.global_step)
+        if self._is_enough():
+            raise Enough
         self._mark = time.perf_counter()
 
     def on_pre_optimizer_step(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
@@ -70,18 +80,22 @@ class StepReport(TrainerCallback):
                 remedy="Install the pinned versions with scripts/setup_envs.sh.",
             )
         if state.is_world_process_zero:
-            self._rollouts.sampler.turns.make_room()
-            self._publisher.publish(state.global_step, self._model)
+            self._publish(state.global_step)
         if ranks.any_of(self._stop is not None and self._stop.is_set()):
             control.should_training_stop = True
         # The last step's checkpoint lets a run be made longer.
         control.should_save = control.should_save or control.should_training_stop
         return control
 
-    def on_log(self, _: Any, state: TrainerState, __: Any, logs: dict[str, float], **___: Any) -> None:
-        """Record the step, now that TRL has its figures. Called once a step, and once more at the end of training."""
+    def on_log(
+        self, _: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **__: Any
+    ) -> TrainerControl:
+        """Record the step, now that TRL has its figures; end the run, with a checkpoint, when that was enough.
+
+        Called once a step, and once more at the end of training.
+        """
         if "learning_rate" not in logs:
-            return
+            return control
         batches, self._rollouts.batches = self._rollouts.batches, []
         figures = self._agreement.take()
         tokens = int(ranks.total(sum(batch.tokens for batch in batches)))
@@ -92,11 +106,22 @@ class StepReport(TrainerCallback):
             self._tracker.step(metrics, samples)
         if self._after_step is not None:
             self._after_step(state.global_step)
+        if self._is_enough():
+            control.should_training_stop = control.should_save = True
         self._mark = time.perf_counter()
+        return control
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Writing a checkpoint is no part of the next step."""
         self._mark = time.perf_counter()
+
+    def _publish(self, step: int) -> None:
+        self._rollouts.sampler.turns.make_room()
+        self._publisher.publish(step, self._model)
+
+    def _is_enough(self) -> bool:
+        """What the first process knows; all have to ask."""
+        return ranks.any_of(self._enough is not None and self._enough())
 
     def _metrics(
         self, step: int, logs: dict[str, float], batches: list[Batch], figures: Figures, tokens: int

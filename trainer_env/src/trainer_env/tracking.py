@@ -3,23 +3,30 @@
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from bridge.errors import ConfigError
+from trainer_env import best_adapter
+from trainer_env.config import EvaluationConfig
 from trainer_env.display import Display, open_display
+from trainer_env.held_out import HeldOut
 from trainer_env.jsonl import JsonLines, write_atomically
 from trainer_env.records import Evaluation, Phase, Sample, StepMetrics, Summary
+
+KEPT_ANSWERS = 256
+"""Up to so many answers of one evaluation are kept in samples.jsonl; of more, the first to each example."""
 
 
 class Tracker:
     """Writes metrics.jsonl, samples.jsonl, evaluations.jsonl, summary.json and reward.png of one run, and shows them.
 
     total_steps: optimizer steps of the whole run. resume_step: the checkpoint that the run goes on from; what was
-    recorded after it is dropped, since it will be done again. None: a new run.
+    recorded after it is dropped, since it will be done again, and so is an adapter in best/ that is of a later step.
+    None: a new run. evaluation: what the held-out rewards are to mean for the run.
     """
 
     def __init__(
@@ -30,9 +37,11 @@ class Tracker:
         display: Literal["auto", "live", "plain", "none"] | Display = "auto",
         samples_per_step: int = 2,
         resume_step: int | None = None,
+        evaluation: EvaluationConfig | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.display = open_display(display, total_steps) if isinstance(display, str) else display
+        self._total_steps = total_steps
         self._samples_per_step = samples_per_step
         self._started = time.monotonic()
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -51,6 +60,11 @@ class Tracker:
         self._metrics_file.keep(self.steps)
         self._evaluations_file.keep(self.evaluations)
         self._samples_file.keep(self.samples)
+        self.held_out = HeldOut(
+            evaluation or EvaluationConfig(),
+            earlier=self.evaluations,
+            kept=best_adapter.restored(run_dir, last),
+        )
 
     def status(self, text: str) -> None:
         """Say what the run is doing between steps: loading, starting the server, evaluating."""
@@ -67,14 +81,35 @@ class Tracker:
         self._keep_samples(spread(samples, self._samples_per_step))
         self.display.step(metrics)
 
-    def evaluation(self, phase: Phase, step: int, samples: Sequence[Sample], seconds: float) -> Evaluation:
-        """Record an evaluation with all its samples. step: optimizer steps taken so far."""
+    def evaluation(
+        self,
+        phase: Phase,
+        step: int,
+        samples: Sequence[Sample],
+        seconds: float,
+        *,
+        num_generations: int = 1,
+        temperature: float = 0.0,
+        pass_at: Mapping[str, float] | None = None,
+    ) -> Evaluation:
+        """Record an evaluation. step: optimizer steps taken so far. samples: num_generations for each example, in turn.
+
+        What it means for the run is for `held_out` to say.
+        """
         assert samples, "an evaluation answers at least one example"
-        reward = statistics.fmean(sample.reward for sample in samples)
-        record = Evaluation(phase=phase, step=step, reward_mean=reward, examples=len(samples), seconds=seconds)
+        record = Evaluation(
+            phase=phase,
+            step=step,
+            reward_mean=statistics.fmean(sample.reward for sample in samples),
+            examples=len(samples) // num_generations,
+            seconds=seconds,
+            num_generations=num_generations,
+            temperature=temperature,
+            pass_at=dict(pass_at or {}),
+        )
         self._evaluations_file.append(record)
         self.evaluations.append(record)
-        self._keep_samples(samples)
+        self._keep_samples(samples if len(samples) <= KEPT_ANSWERS else samples[::num_generations])
         self.display.evaluation(record)
         return record
 
@@ -84,10 +119,11 @@ class Tracker:
         placement: the mode. adapter: the folder of the final adapter. restarts: of the engine.
         """
         rewards = [metrics.reward_mean for metrics in self.steps if metrics.reward_mean is not None]
+        steps, best = self.steps[-1].step if self.steps else 0, self.held_out.best
         summary = Summary(
             backend=backend,
             placement=placement,
-            steps=self.steps[-1].step if self.steps else 0,
+            steps=steps,
             reward_first4=statistics.fmean(rewards[:4]) if rewards else None,
             reward_last4=statistics.fmean(rewards[-4:]) if rewards else None,
             eval_before=self._eval_reward("eval_before"),
@@ -95,6 +131,9 @@ class Tracker:
             wall_s=round(time.monotonic() - self._started, 3),
             adapter=str(adapter) if adapter else None,
             restarts=restarts,
+            best_step=best.step if best else None,
+            best_reward=best.reward_mean if best else None,
+            stopped_early=self.held_out.enough and steps < self._total_steps,
             proof=Counter(metrics.proof for metrics in self.steps if metrics.proof is not None),
         )
         write_atomically(self.run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")

@@ -12,7 +12,6 @@ from trainer_env import ranks
 from trainer_env.config import TrainConfig
 from trainer_env.data import Data
 from trainer_env.display import Display
-from trainer_env.evaluation import evaluate
 from trainer_env.interrupts import Interrupts
 from trainer_env.ordering import Schedule
 from trainer_env.placement import Placement
@@ -20,6 +19,7 @@ from trainer_env.quiet import prints_to
 from trainer_env.records import Phase, Summary
 from trainer_env.rewards import Reward
 from trainer_env.rollouts import Rollouts
+from trainer_env.run_evaluation import evaluate_run
 from trainer_env.run_folder import needing_room, step_to_resume
 from trainer_env.sampler import Sampler
 from trainer_env.server import Server
@@ -56,10 +56,10 @@ class Training:
             policy = self._load_policy()
             rollouts = self._rollouts(self.connected(), policy)
             if self.config.evaluation.before and not self.resume:
-                self._held_out(tracker, rollouts, "eval_before", 0)
+                self._evaluate(tracker, rollouts, policy, "eval_before", 0)
             outcome = self._train(tracker, rollouts, policy)
-            if self.config.evaluation.after and outcome.finished:
-                self._held_out(tracker, rollouts, "eval_after", outcome.step)
+            if self.config.evaluation.after and (outcome.finished or tracker.held_out.enough):
+                self._evaluate(tracker, rollouts, policy, "eval_after", outcome.step)
             with self._phase():
                 restarts = self.serving.restarts()
             with needing_room(self.config):
@@ -79,6 +79,7 @@ class Training:
             display=self.display,
             samples_per_step=self.config.tracking.samples_per_step,
             resume_step=step_to_resume(self.config, resume=self.resume),
+            evaluation=self.config.evaluation,
         )
 
     def _load_policy(self) -> Any:
@@ -111,24 +112,21 @@ class Training:
             max_staleness=self.config.max_staleness(self.placement.mode),
         )
 
-    def _held_out(self, tracker: Tracker, rollouts: Rollouts, phase: Phase, step: int) -> None:
-        """Answer the held-out examples under adapter version `step`, and record it."""
+    def _evaluate(self, tracker: Tracker, rollouts: Rollouts, policy: Any, phase: Phase, step: int) -> None:
+        """Answer the held-out examples under adapter version `step`, record it, keep its adapter if it is the best."""
         if not self.data.evaluation:
             return
-        with self._phase(), needing_room(self.config):
-            self.display.status(f"evaluating on {len(self.data.evaluation)} held-out examples")
-            started = time.monotonic()
-            with self._quietly():
-                samples = evaluate(
-                    rollouts.sampler,
-                    self.data.evaluation,
-                    self.rewards,
-                    self.config.evaluation,
-                    phase=phase,
-                    step=step,
-                )
-            rollouts.sampler.turns.take()  # No part of a step.
-            tracker.evaluation(phase, step, samples, time.monotonic() - started)
+        with self._phase(), needing_room(self.config), self._quietly():
+            evaluate_run(
+                self.config,
+                sampler=rollouts.sampler,
+                examples=self.data.evaluation,
+                rewards=self.rewards,
+                tracker=tracker,
+                model=policy.model,
+                phase=phase,
+                step=step,
+            )
 
     def _train(self, tracker: Tracker, rollouts: Rollouts, policy: Any) -> Any:
         """Train to grpo.max_steps; a `grpo.Outcome`."""
@@ -139,7 +137,7 @@ class Training:
 
         def after_step(step: int) -> None:
             if every and step % every == 0 and step < last:
-                self._held_out(tracker, rollouts, "eval", step)
+                self._evaluate(tracker, rollouts, policy, "eval", step)
 
         rollout = self.config.rollout
         publisher = Publisher(self.serving.client, timeout_s=rollout.publish_timeout_s, dtype=rollout.publish_dtype)
@@ -153,6 +151,7 @@ class Training:
                 tracker=tracker,
                 resume=self.resume,
                 after_step=after_step,
+                enough=lambda: tracker.held_out.enough,
                 stop=self.interrupts.stop,
             )
 
