@@ -1,0 +1,138 @@
+"""tandem-train evaluate: a run's held-out examples, answered with its adapter and without."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bridge.errors import ConfigError
+from bridge.settings import nearest
+from trainer_env import best_adapter, config
+from trainer_env.evaluation import Answered
+
+VERSIONS = ("best", "last", "base")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Its exit status. Raises ConfigError, and what a Session raises."""
+    options = _parser().parse_args(argv)
+    run_dir = _run_dir(options.run)
+    names = list(dict.fromkeys([*(["base"] if options.base else []), *(options.version or ["last"])]))
+    versions = {name: _version(name, run_dir) for name in names}
+    overrides = [f"output_dir={json.dumps(str(run_dir.parent))}"]
+    if options.max_examples:
+        overrides.append(f"evaluation.max_examples={options.max_examples}")
+    if options.json:
+        overrides.append('tracking.display="none"')
+    asked = {"evaluation.num_generations": options.n, "evaluation.temperature": options.temperature}
+    # Read here as well: what does not go together is refused before a server is started.
+    config.load(run_dir / "config.toml", [*overrides, *(f"{key}={it}" for key, it in asked.items() if it is not None)])
+    from trainer_env.session import Session
+
+    with Session.open(run_dir / "config.toml", *overrides, run=run_dir.name) as session:
+        found = {
+            name: session.evaluate(version=version, n=options.n, temperature=options.temperature)
+            for name, version in versions.items()
+        }
+    if options.json:
+        print(json.dumps([_row(name, answered) for name, answered in found.items()], indent=2))
+    else:
+        _show(found)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem-train evaluate",
+        description="Answer a run's held-out examples with an adapter of it, and score the answers with its rewards.",
+        epilog="example: evaluate adding --base --n 8 --temperature 1   compares the last adapter with the base model",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="the run's name, or its folder")
+    add("--base", action="store_true", help="the base model as well: short for --version base beside the others")
+    add(
+        "--version",
+        action="append",
+        choices=VERSIONS,
+        help="whose answers: of the best evaluation, of the last step (default), of the base model; may be repeated",
+    )
+    add("--n", type=_count, metavar="N", help="answers to each example (default: evaluation.num_generations)")
+    add("--temperature", type=_temperature, metavar="T", help="of sampling (default: evaluation.temperature)")
+    add("--max-examples", type=_count, metavar="N", help="only the first N held-out examples")
+    add("--json", action="store_true", help="print the figures as JSON")
+    return parser
+
+
+def _run_dir(run: str) -> Path:
+    """The folder of a run that is named by its folder, or by its name under runs/. Raises ConfigError."""
+    for folder in (Path(run), Path("runs") / run):
+        if (folder / "config.toml").is_file():
+            return folder.resolve()
+    runs = sorted(path.parent.name for path in Path("runs").glob("*/config.toml"))
+    near = nearest(run, runs)
+    raise ConfigError(
+        f"There is no run {run!r}.",
+        why="A run is a folder with a config.toml, named by its path or by its name under runs/.",
+        remedy=f"Did you mean {near!r}?" if near else f"There are: {', '.join(runs) or 'none'}.",
+    )
+
+
+def _version(name: str, run_dir: Path) -> str | int | None:
+    """As Session.evaluate takes it. Raises ConfigError when the run has kept no best adapter."""
+    if name == "best":
+        best = best_adapter.read(run_dir)
+        if best is None:
+            raise ConfigError(
+                f"{run_dir.name} has no best adapter.",
+                why="One is kept of a run with evaluations in between: evaluation.every and evaluation.keep_best.",
+                remedy="Ask for --version last.",
+            )
+        return best.version
+    return None if name == "last" else name
+
+
+def _row(name: str, answered: Answered) -> dict[str, object]:
+    return {
+        "version": name,
+        "reward_mean": answered.reward_mean,
+        "pass_at": answered.pass_at,
+        "examples": answered.examples,
+        "num_generations": answered.num_generations,
+        "temperature": answered.temperature,
+    }
+
+
+def _show(found: dict[str, Answered]) -> None:
+    """A table with a row for each version."""
+    from rich.console import Console
+    from rich.table import Table
+
+    some = next(iter(found.values()))
+    each = "1 answer" if some.num_generations == 1 else f"{some.num_generations} answers"
+    print(f"{some.examples} held-out examples, {each} each at temperature {some.temperature:g}")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    chances = [f"pass@{k}" for k in some.pass_at]
+    for column in ("version", "reward", *chances):
+        table.add_column(column, justify="left" if column == "version" else "right")
+    for name, answered in found.items():
+        figures = [answered.reward_mean, *answered.pass_at.values()]
+        table.add_row(name, *(f"{figure:.3f}" for figure in figures))
+    Console(file=sys.stdout, highlight=False).print(table)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return value
