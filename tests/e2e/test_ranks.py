@@ -56,6 +56,16 @@ def two_ranks_interrupted(lab):
     return run.finish()
 
 
+@scenario
+def two_ranks_ended_early(lab):
+    patience = (
+        "evaluation.every=1",
+        "evaluation.early_stopping_patience=1",
+        "evaluation.early_stopping_threshold=10.0",
+    )
+    return lab.fake(*SETTINGS, "grpo.max_steps=50", *patience, "evaluation.after=true").finish()
+
+
 def test_a_run_of_two_processes_is_one_run(two_ranks):
     assert two_ranks.code == 0, two_ranks.report()
     assert two_ranks.steps == [1, 2, 3, 4]
@@ -97,7 +107,19 @@ def test_ctrl_c_ends_both_after_the_same_step(two_ranks_interrupted):
     assert (run.run_dir / "checkpoints" / f"checkpoint-{run.steps[-1]}" / "trainer_state.json").is_file()
 
 
-@pytest.mark.parametrize("run", ["two_ranks", "server_of_two_ranks_killed"], indirect=True)
+def test_an_early_end_ends_both_after_the_same_step(two_ranks_ended_early):
+    run = two_ranks_ended_early
+    assert run.code == 0, run.report()
+    assert run.steps == [1, 2]
+    assert run.summary["stopped_early"]
+    assert run.summary["best_step"] == 1
+    assert run.summary["eval_after"] is not None
+    assert (run.run_dir / "adapter" / "adapter_model.safetensors").is_file()
+    assert (run.run_dir / "checkpoints" / "checkpoint-2" / "trainer_state.json").is_file()
+    assert "early, after step 2" in run.stdout
+
+
+@pytest.mark.parametrize("run", ["two_ranks", "two_ranks_ended_early", "server_of_two_ranks_killed"], indirect=True)
 def test_nobody_lives_afterwards(run):
     assert run.left == {}
 

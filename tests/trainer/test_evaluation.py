@@ -1,17 +1,23 @@
 """Evaluations in the middle of a real run: the best adapter is kept, and training ends when nothing gets better."""
 
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, load_file
+from transformers import TrainerControl
 
 from bridge.protocol import Generate
 from trainer.hf_server import HFServer
 from trainer.running import EXAMPLES
-from trainer_env import best_adapter
+from trainer_env import best_adapter, ranks
+from trainer_env.agreement import Agreement
 from trainer_env.checkpoints import last_checkpoint
+from trainer_env.records import Best
 from trainer_env.rewards import Reward
+from trainer_env.step_report import Enough, StepReport
 
 EVERY_STEP = ("evaluation.every=1", "grpo.max_steps=6", "evaluation.temperature=1.0", "evaluation.num_generations=2")
 PATIENT = (*EVERY_STEP, "evaluation.early_stopping_patience=2")
@@ -50,13 +56,20 @@ def evaluated(train, tiny):
     return run
 
 
+def kept(run):
+    """Of which step the adapter in best/ is."""
+    best = best_adapter.read(run.config.run_dir)
+    assert best
+    return best.step
+
+
 def test_training_ends_after_the_step_whose_evaluation_was_one_too_many(evaluated):
     done = evaluated({1: 0.2, 2: 0.6, 3: 0.5, 4: 0.6, 5: 0.9, 6: 0.9}, *PATIENT)
     assert [step.step for step in done.steps] == [1, 2, 3, 4]
     assert done.outcome.step == 4
     assert list(done.server.adapters) == [1, 2, 3, 4]
     assert done.tracker.held_out.enough
-    assert last_checkpoint(done.config.run_dir / "checkpoints").name == "checkpoint-4"
+    assert last_checkpoint(done.config.run_dir / "checkpoints") == done.config.run_dir / "checkpoints" / "checkpoint-4"
     assert [(record.step, record.reward_mean, record.num_generations) for record in done.tracker.evaluations] == [
         (1, 0.2, 2),
         (2, 0.6, 2),
@@ -65,9 +78,7 @@ def test_training_ends_after_the_step_whose_evaluation_was_one_too_many(evaluate
     ]
     # Each was answered under the version of its step, and the adapter that is kept is the one that was measured.
     assert done.server.evaluated == [(version, 2) for version in (1, 2, 3, 4) for _ in range(2)]
-    best = best_adapter.read(done.config.run_dir)
-    assert best is not None
-    assert (best.step, best.version, best.reward_mean) == (2, 2, 0.6)
+    assert best_adapter.read(done.config.run_dir) == Best(step=2, version=2, reward_mean=0.6)
     kept = load_file(done.config.run_dir / "best" / "adapter_model.safetensors")
     served = load(done.server.adapters[2])
     assert kept.keys() == served.keys()
@@ -89,16 +100,37 @@ def test_a_run_that_had_ended_early_takes_no_further_step_and_serves_its_last_ve
     longer = evaluated(script, *PATIENT, "evaluation.early_stopping_patience=3", resume=True)
     assert [record.step for record in longer.tracker.evaluations] == [1, 2, 3, 4, 5, 6]
     assert longer.outcome.step == 6
-    assert best_adapter.read(longer.config.run_dir).step == 4
+    assert kept(longer) == 4
 
 
 @pytest.mark.parametrize(("best", "then"), [(3, 3), (5, 6)])
 def test_of_the_steps_that_a_resumed_run_takes_again_no_adapter_survives(evaluated, best, then):
     settings = (*EVERY_STEP, "grpo.save_steps=2")
     done = evaluated({step: 0.9 if step == best else 0.5 for step in range(1, 7)}, *settings)
-    assert best_adapter.read(done.config.run_dir).step == best
+    assert kept(done) == best
     # As after a kill in step 6: the last checkpoint is of step 4, and step 5 turns out otherwise.
     shutil.rmtree(done.config.run_dir / "checkpoints" / "checkpoint-6")
     rest = evaluated({5: 0.1, 6: 0.2}, *settings, resume=True)
     assert [record.step for record in rest.tracker.evaluations] == [1, 2, 3, 4, 5, 6]
-    assert best_adapter.read(rest.config.run_dir).step == then
+    assert kept(rest) == then
+
+
+def test_the_other_processes_end_when_the_first_one_has_had_enough(monkeypatch):
+    nothing: Any = None
+    rollouts: Any = SimpleNamespace(batches=[])
+    report = StepReport(
+        model=nothing,
+        rollouts=rollouts,
+        publisher=nothing,
+        prover=nothing,
+        agreement=Agreement(),
+        scoring=nothing,
+        tracker=None,
+    )
+    state: Any = SimpleNamespace(is_world_process_zero=False, global_step=3)
+    for enough in (False, True):
+        monkeypatch.setattr(ranks, "any_of", lambda mine, enough=enough: mine or enough)
+        control = report.on_log(nothing, state, TrainerControl(), {"learning_rate": 0.1})
+        assert (control.should_training_stop, control.should_save) == (enough, enough)
+    with pytest.raises(Enough):
+        report.on_train_begin(nothing, state)

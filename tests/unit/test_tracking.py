@@ -173,6 +173,7 @@ def test_resume_takes_back_the_best_adapter_and_the_patience_that_came_after_the
     run.close()
 
     same = tracker(tmp_path, resume_step=3, evaluation=settings)
+    assert same.held_out.best
     assert (same.held_out.best.step, same.held_out.bar, same.held_out.without) == (3, 0.6, 0)
     same.close()
     back = tracker(tmp_path, resume_step=2, evaluation=settings)

@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     """Its exit status. Raises ConfigError, and what a Session raises."""
     options = _parser().parse_args(argv)
     run_dir = _run_dir(options.run)
-    names = list(dict.fromkeys([*(["base"] if options.base else []), *(options.version or ["last"])]))
+    names: list[str] = [*(["base"] if options.base else []), *(options.version or ["last"])]
     versions = {name: _version(name, run_dir) for name in names}
     overrides = [f"output_dir={json.dumps(str(run_dir.parent))}"]
     if options.max_examples:
