@@ -32,8 +32,8 @@ def opened(monkeypatch):
     calls = []
 
     class Opened:
-        def evaluate(self, *, version, n, temperature):
-            calls.append((version, n, temperature))
+        def evaluate(self, *, version, n, temperature, max_examples):
+            calls.append((version, n, temperature, max_examples))
             return Answered(
                 samples=[],
                 examples=24,
@@ -44,19 +44,19 @@ def opened(monkeypatch):
             )
 
     @contextmanager
-    def open_session(config, *overrides, run):
-        calls.append((config, overrides, run))
+    def attach(run, *overrides, output_dir):
+        calls.append((run, overrides, output_dir))
         yield Opened()
 
-    monkeypatch.setattr(Session, "open", open_session, raising=False)
+    monkeypatch.setattr(Session, "attach", attach)
     return calls
 
 
 def test_without_options_it_is_the_last_adapter_as_the_config_says(adding, opened, capsys):
     assert evaluate.main(["adding"]) == 0
     assert opened == [
-        (adding / "config.toml", (f'output_dir="{adding.parent}"',), "adding"),
-        (None, None, None),
+        ("adding", (), str(adding.parent)),
+        ("latest", None, None, None),
     ]
     assert "24 held-out examples, 1 answer each at temperature 0" in capsys.readouterr().out
 
@@ -65,7 +65,7 @@ def test_base_against_the_best_adapter_is_a_table_with_a_row_each(adding, opened
     (adding / "best").mkdir()
     (adding / "best" / "best.json").write_text('{"step": 12, "reward_mean": 0.7, "version": 12}')
     assert evaluate.main([str(adding), "--base", "--version", "best", "--n", "2", "--temperature", "0.8"]) == 0
-    assert opened[1:] == [("base", 2, 0.8), (12, 2, 0.8)]
+    assert opened[1:] == [("base", 2, 0.8, None), (12, 2, 0.8, None)]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["version", "reward", "pass@1", "pass@2"] in rows
     assert ["base", "0.250", "0.125", "0.375"] in rows
@@ -75,7 +75,11 @@ def test_base_against_the_best_adapter_is_a_table_with_a_row_each(adding, opened
 def test_json_is_all_that_is_printed(adding, opened, capsys):
     assert evaluate.main(["adding", "--base", "--max-examples", "3", "--json"]) == 0
     base, last = json.loads(capsys.readouterr().out)
-    assert opened[0][1][1:] == ("evaluation.max_examples=3", 'tracking.display="none"')
+    assert opened == [
+        ("adding", ('tracking.display="none"',), str(adding.parent)),
+        ("base", None, None, 3),
+        ("latest", None, None, 3),
+    ]
     assert (base["version"], base["reward_mean"], base["pass_at"]) == ("base", 0.25, {"1": 0.125})
     assert (last["version"], last["reward_mean"]) == ("last", 0.5)
 

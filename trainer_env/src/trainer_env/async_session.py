@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from bridge import protocol as p
     from trainer_env.completing import Prompts
+    from trainer_env.evaluation import Answered
     from trainer_env.records import Summary
     from trainer_env.session import Session
 
@@ -22,6 +23,10 @@ class AsyncSession:
     async def generate(self, prompts: "Prompts", **options: Any) -> Any:
         """As `Session.generate`."""
         return await asyncio.to_thread(self.session.generate, prompts, **options)
+
+    async def evaluate(self, **options: Any) -> "Answered":
+        """As `Session.evaluate`."""
+        return await asyncio.to_thread(self.session.evaluate, **options)
 
     async def status(self) -> "p.ServerStatus":
         """As `Session.status`."""

@@ -53,14 +53,25 @@ def find(
     its own, which holds instead; the overrides are applied to either. output_dir: default: the config's.
     Raises ConfigError.
     """
-    path = Path("session.toml") if isinstance(config, TrainConfig) else _file(config)
-    found = config if isinstance(config, TrainConfig) else load(path, overrides)
-    output_dir = output_dir or found.output_dir
+    path, found = None, None
+    if not (run and output_dir):
+        path, found = _new(config, overrides)
+        output_dir = output_dir or found.output_dir
     own = Path(output_dir) / run / "config.toml"
     if run and own.is_file():
         path, found = own, load(own, overrides)
+    elif path is None or found is None:
+        path, found = _new(config, overrides)
     found = msgspec.structs.replace(found, run=run or found.run, output_dir=output_dir)
     return _kept_in_a_kernel(named(found, path)), str(path)
+
+
+def _new(config: str | Path | TrainConfig | None, overrides: Sequence[str]) -> tuple[Path, TrainConfig]:
+    """What a new run is made from, and what to call it."""
+    if isinstance(config, TrainConfig):
+        return Path("session.toml"), config
+    path = _file(config)
+    return path, load(path, overrides)
 
 
 def _file(config: str | Path | None) -> Path:

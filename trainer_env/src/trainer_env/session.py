@@ -7,11 +7,12 @@ import msgspec
 
 from bridge import protocol as p
 from bridge.endpoint import for_people
-from trainer_env import completing, data, models, opening, rewards, tokenizing
+from trainer_env import completing, data, models, opening, rewards, saved_adapter
 from trainer_env.checkpoints import checkpoint_to_resume, last_checkpoint
 from trainer_env.completing import Prompts, Version
 from trainer_env.config import TrainConfig, to_toml
 from trainer_env.display import Display, Mode, open_display
+from trainer_env.evaluation import Answered, evaluate
 from trainer_env.history import History
 from trainer_env.interrupts import Interrupts
 from trainer_env.jsonl import write_atomically
@@ -23,6 +24,7 @@ from trainer_env.server import Server
 from trainer_env.server_process import versions
 from trainer_env.serving import Serving
 from trainer_env.training import Training, phase, timed, turns
+from trainer_env.turns import Turns
 
 if TYPE_CHECKING:
     from trainer_env.async_session import AsyncSession
@@ -63,6 +65,7 @@ class Session:
         self._serving = Serving(config, placement, say=self._say)
         self._model = ""
         self._sampler: Sampler | None = None
+        self._turns = Turns()
         self._display: Display | None = None
         self._lock: RunLock | None = None
 
@@ -111,6 +114,9 @@ class Session:
             f"trainer    {versions('unsloth', 'trl', 'peft', 'transformers', 'torch')}",
         ]
 
+    def __str__(self) -> str:
+        return "\n".join([*self.describe(), *self.placement.lines()])
+
     def check(self) -> str:
         """Have the server half check its part; the engine's command line. Starts nothing. Raises ConfigError."""
         return self._serving.check(self._source)
@@ -128,8 +134,8 @@ class Session:
         self._model = models.resolve(self.config.model.name)
         with needing_room(self.config):
             self._lock = RunLock(self.config)
-            write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
-            write_atomically(run_dir / "placement.json", self.placement.to_json())
+            if not (self._by_hand and (run_dir / "config.toml").is_file()):
+                self._write_config()
             self._serving.start(self._model, anew=not (self._resume or self._by_hand))
 
     # ---- asking ------------------------------------------------------------------------------------------------------
@@ -151,7 +157,7 @@ class Session:
         """
         grpo = self.config.grpo
         groups = completing.complete(
-            self._asking(),
+            self._asking(version),
             completing.as_prompts(prompts, self.config.data),
             n=n,
             temperature=grpo.temperature if temperature is None else temperature,
@@ -159,6 +165,32 @@ class Session:
             version=version,
         )
         return groups[0] if completing.is_single(prompts) else groups
+
+    def evaluate(
+        self,
+        *,
+        version: Version = "latest",
+        n: int | None = None,
+        temperature: float | None = None,
+        max_examples: int | None = None,
+    ) -> Answered:
+        """The held-out examples, answered n times each by one version and scored; nothing of it is recorded.
+
+        What is left out is as `[evaluation]` says. `Answered` has reward_mean, pass_at and the samples. Raises what the
+        server answers, RewardError, and ConfigError when nothing is held out, or n greedy answers would be alike.
+        """
+        settings = self.config.evaluation
+        sampler = self._asking(version)
+        with phase(self._serving, self._interrupts):
+            return evaluate(
+                sampler,
+                self._data.evaluation[: (settings.max_examples if max_examples is None else max_examples) or None],
+                self._rewards,
+                n=settings.num_generations if n is None else n,
+                temperature=settings.temperature if temperature is None else temperature,
+                version=completing.number_of(version),
+                pass_threshold=settings.pass_threshold,
+            )
 
     def status(self) -> p.ServerStatus:
         """What the server says of itself: engine, newest version, what it is working on, restarts."""
@@ -182,11 +214,13 @@ class Session:
         ConfigError when the run cannot go on.
         """
         if steps is not None:
-            self._train_to(steps)
+            grpo = msgspec.structs.replace(self.config.grpo, max_steps=steps)
+            self.config = msgspec.structs.replace(self.config, grpo=grpo)
         if self._by_hand:
             self._resume = bool(self.history.steps) or last_checkpoint(self.config.run_dir / "checkpoints") is not None
             if self._resume:
                 checkpoint_to_resume(self.config.run_dir / "checkpoints")
+            self._write_config()
             self._show(self.config.tracking.display)
         self._interrupts.forget()
         training = Training(
@@ -250,11 +284,10 @@ class Session:
 
     # ---- what these are made of --------------------------------------------------------------------------------------
 
-    def _train_to(self, steps: int) -> None:
-        """Another length of the run; kept in its folder, for whoever goes on with it."""
-        grpo = msgspec.structs.replace(self.config.grpo, max_steps=steps)
-        self.config = msgspec.structs.replace(self.config, grpo=grpo)
+    def _write_config(self) -> None:
+        """The run as it is trained, in its folder."""
         write_atomically(self.config.run_dir / "config.toml", to_toml(self.config).encode())
+        write_atomically(self.config.run_dir / "placement.json", self.placement.to_json())
 
     def _connected(self) -> Server:
         """The server, once its engine has answered and its lease is ours."""
@@ -262,22 +295,42 @@ class Session:
             return self._serving.client
         with phase(self._serving, self._interrupts), timed("the server answers", self._shown):
             client = self._serving.connect()
+        self._turns = turns(self.placement, client, self._shown)
         for line in for_people(client.welcome.http_url, client.welcome.metrics_url):
             self._shown.note(line)
         return client
 
-    def _asking(self) -> Sampler:
-        """How people ask: with a tokenizer that needs no torch."""
+    def _asking(self, version: Version) -> Sampler:
+        """How people ask a version: with a tokenizer that needs no torch, of a server that holds it."""
+        client = self._connected()
+        self._serve(client, completing.number_of(version))
         if self._sampler is None:
-            client, tokenizer = self._connected(), tokenizing.load(self._model)
+            from trainer_env import tokenizing
+
+            tokenizer = tokenizing.load(self._model)
             self._sampler = Sampler(
                 client,
                 tokenizer,
                 self.config,
                 eos_token_ids=getattr(tokenizer, "eos_token_ids", ()),
-                turns=turns(self.placement, client, self._shown),
+                turns=self._turns,
             )
         return self._sampler
+
+    def _serve(self, client: Server, version: int) -> None:
+        """Have the server serve what the run has saved of a version, if it does not hold it; the newest for -1."""
+        run_dir, rollout = self.config.run_dir, self.config.rollout
+        held: p.ServerStatus = client.ask(p.Status())
+        wanted = saved_adapter.last(run_dir) if version < 0 else version
+        if not wanted or wanted in held.loaded or (version < 0 and held.version):
+            return
+        folder = saved_adapter.find(run_dir, wanted)
+        if folder is None:
+            return  # The server says what it has.
+        with self._turns.servers():
+            saved_adapter.publish(
+                client, folder, wanted, dtype=rollout.publish_dtype, timeout_s=rollout.publish_timeout_s
+            )
 
     @property
     def _shown(self) -> Display:

@@ -9,30 +9,30 @@ from pathlib import Path
 from bridge.errors import ConfigError
 from bridge.settings import nearest
 from trainer_env import best_adapter, config
+from trainer_env.completing import Version
 from trainer_env.evaluation import Answered
 
-VERSIONS = ("best", "last", "base")
+VERSIONS = ("base", "best", "last")
 
 
 def main(argv: Sequence[str]) -> int:
     """Its exit status. Raises ConfigError, and what a Session raises."""
     options = _parser().parse_args(argv)
     run_dir = _run_dir(options.run)
-    names: list[str] = [*(["base"] if options.base else []), *(options.version or ["last"])]
-    versions = {name: _version(name, run_dir) for name in names}
-    overrides = [f"output_dir={json.dumps(str(run_dir.parent))}"]
-    if options.max_examples:
-        overrides.append(f"evaluation.max_examples={options.max_examples}")
-    if options.json:
-        overrides.append('tracking.display="none"')
+    wanted = {*(["base"] if options.base else []), *(options.version or ["last"])}
+    # In this order, for a server takes adapters in the order of their steps.
+    versions = {name: _version(name, run_dir) for name in VERSIONS if name in wanted}
     asked = {"evaluation.num_generations": options.n, "evaluation.temperature": options.temperature}
     # Read here as well: what does not go together is refused before a server is started.
-    config.load(run_dir / "config.toml", [*overrides, *(f"{key}={it}" for key, it in asked.items() if it is not None)])
+    config.load(run_dir / "config.toml", [f"{key}={it}" for key, it in asked.items() if it is not None])
     from trainer_env.session import Session
 
-    with Session.open(run_dir / "config.toml", *overrides, run=run_dir.name) as session:
+    quiet = ['tracking.display="none"'] if options.json else []
+    with Session.attach(run_dir.name, *quiet, output_dir=str(run_dir.parent)) as session:
         found = {
-            name: session.evaluate(version=version, n=options.n, temperature=options.temperature)
+            name: session.evaluate(
+                version=version, n=options.n, temperature=options.temperature, max_examples=options.max_examples
+            )
             for name, version in versions.items()
         }
     if options.json:
@@ -79,7 +79,7 @@ def _run_dir(run: str) -> Path:
     )
 
 
-def _version(name: str, run_dir: Path) -> str | int | None:
+def _version(name: str, run_dir: Path) -> Version:
     """As Session.evaluate takes it. Raises ConfigError when the run has kept no best adapter."""
     if name == "best":
         best = best_adapter.read(run_dir)
@@ -90,7 +90,7 @@ def _version(name: str, run_dir: Path) -> str | int | None:
                 remedy="Ask for --version last.",
             )
         return best.version
-    return None if name == "last" else name
+    return "base" if name == "base" else "latest"
 
 
 def _row(name: str, answered: Answered) -> dict[str, object]:
