@@ -78,6 +78,11 @@ def test_a_template_and_a_system_prompt_make_the_prompt(tmp_path):
     assert example.answer == "5.5"
 
 
+def test_an_answer_can_be_a_list_of_what_is_accepted(tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", {"prompt": "a", "answer": ["5", 5.5, True]}, {"prompt": "b", "answer": False})
+    assert [example.answer for example in load(path).train] == [["5", "5.5", "True"], "False"]
+
+
 def test_messages_are_taken_as_they_are(tmp_path):
     chat = [{"role": "system", "content": "s"}, *user("Hi"), {"role": "assistant", "content": "Yes"}, *user("And?")]
     path = jsonl(tmp_path / "rows.jsonl", {"prompt": chat, "answer": None})
@@ -115,11 +120,29 @@ def test_a_missing_column_names_those_that_exist(tmp_path):
     ("rows", "settings", "expected"),
     [
         ([{"prompt": "a", "answer": 1}, {"answer": 2}], {}, "row 2: column 'prompt' is empty"),
-        ([{"prompt": "  ", "answer": 1}], {}, "row 1: expected the prompt as text or as a list of messages"),
-        ([{"prompt": 7, "answer": 1}], {}, "row 1: expected the prompt as text or as a list of messages, got 7"),
-        ([{"prompt": [{"role": "user"}], "answer": 1}], {}, "row 1: expected a message with a role"),
-        ([{"prompt": user("a"), "answer": 1}], {"chat": False}, "row 1: the prompt is a list of messages"),
-        ([{"prompt": "a", "answer": ["b"]}], {}, "row 1: column 'answer': expected text or a number, got ['b']"),
+        (
+            [{"prompt": "  ", "answer": 1}],
+            {},
+            "row 1: column 'prompt': expected the prompt as text or as a list of messages",
+        ),
+        (
+            [{"prompt": 7, "answer": 1}],
+            {},
+            "row 1: column 'prompt': expected the prompt as text or as a list of messages, got 7",
+        ),
+        ([{"prompt": [{"role": "user"}], "answer": 1}], {}, "row 1: column 'prompt': expected a message with a role"),
+        (
+            [{"prompt": user("a"), "answer": 1}],
+            {"chat": False},
+            "row 1: column 'prompt': the prompt is a list of messages",
+        ),
+        (
+            [{"prompt": "a", "answer": {"b": 1}}],
+            {},
+            "row 1: column 'answer': expected text, a number or a list of them",
+        ),
+        ([{"prompt": "a", "answer": []}], {}, "expected text, a number or a list of them, got []"),
+        ([{"prompt": "a", "answer": ["b", None]}], {}, "expected text, a number or a list of them, got ['b', None]"),
         ([{"a": {"b": 1}, "answer": 1}], {"prompt_template": "{a[c]}"}, "row 1: data.prompt_template does not fit"),
     ],
 )

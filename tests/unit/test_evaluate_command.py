@@ -13,7 +13,7 @@ from trainer_env.evaluation import Answered
 from trainer_env.session import Session
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
-REWARDS = {"base": 0.25, None: 0.5, 12: 0.75}
+REWARDS = {"base": 0.25, "latest": 0.5, 12: 0.75}
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import math
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.errors import ConfigError
@@ -80,13 +80,44 @@ def test_length_pays_up_to_the_target(tokens, expected):
 @given(st.text(max_size=60), st.sampled_from(["stop", "length"]))
 def test_no_text_breaks_a_built_in(text, finish):
     made = {
-        "regex": BUILTINS["regex"](pattern="a"),
         "length": BUILTINS["length"](target=3),
         **{name: BUILTINS[name]() for name in ("integer_answer", "exact_match", "numeric_match")},
     }
     for name, function in made.items():
         (paid,) = Reward(name, function)(["p"], [text], answer=["3"], finish_reason=[finish], completion_ids=[[1, 2]])
         assert 0 <= paid <= 1
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.text(st.characters(), max_size=60), min_size=1, max_size=20))
+def test_a_pattern_finds_what_re_finds_in_any_text(texts):
+    function = BUILTINS["regex"](pattern="[ab]")
+    assert function(completions=texts) == [float("a" in text or "b" in text) for text in texts]
+
+
+def test_a_pattern_that_backtracks_for_ever_is_named_with_its_sample():
+    (reward,) = rewards.load([RewardConfig(function="regex", args={"pattern": "(a+)+$", "seconds": 0.3})])
+    with pytest.raises(RewardError, match=r"(?s)the pattern takes more than 0.3 s on it, for row 1.*completion: 'aaa"):
+        reward(["p", "q", "r"], ["aaa", "a" * 60 + "b", "b"])
+
+
+@pytest.mark.parametrize(
+    ("function", "completion", "answer", "expected"),
+    [
+        ("exact_match", "Paris", ["Lutetia", "Paris"], 1),
+        ("exact_match", "London", ["Lutetia", "Paris"], 0),
+        ("numeric_match", "it is 7.0", ["5", "7"], 1),
+        ("numeric_match", "it is 6", ["5", "7"], 0),
+        ("integer_answer", "15", ["15"], 1),
+    ],
+)
+def test_any_of_several_answers_will_do(function, completion, answer, expected):
+    assert pay(function, completion, answer) == expected
+
+
+def test_a_reward_for_one_answer_refuses_several():
+    with pytest.raises(RewardError, match=r"takes one answer, and the example has 2: \['1', '2'\], for row 0"):
+        pay("integer_answer", "1", ["1", "2"])
 
 
 def test_an_example_without_an_answer_is_named():

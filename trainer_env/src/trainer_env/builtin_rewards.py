@@ -5,23 +5,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-RewardFunction = Callable[..., Sequence[float]]
-"""TRL's signature: (prompts, completions, **columns) -> one number a completion."""
-
-Completion = str | Sequence[Mapping[str, Any]]
-"""Text, or the messages of an assistant."""
+from trainer_env.code_reward import code_execution
+from trainer_env.completions import Answer, Completion, RewardFunction, text_of
+from trainer_env.judge_reward import llm_judge
+from trainer_env.regex_reward import regex
+from trainer_env.schema_reward import json_schema
+from trainer_env.verifiers_reward import verifiers
 
 # A sign counts only where no digit stands before it: the last integer of "12-4" is 4, of "it is -4" it is -4.
 _INTEGER = re.compile(r"(?<!\d)-?\d+")
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
-
-
-def text_of(completion: Completion) -> str:
-    """What the model wrote, as one string."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(str(message.get("content") or "") for message in completion)
 
 
 def last_number(text: str) -> float | None:
@@ -42,7 +36,7 @@ def integer_answer(*, ending: float = 0.2) -> RewardFunction:
     def reward(
         *,
         completions: Sequence[Completion],
-        answer: Sequence[str | None],
+        answer: Sequence[Answer],
         finish_reason: Sequence[str],
         **_: Any,
     ) -> list[float]:
@@ -57,14 +51,14 @@ def integer_answer(*, ending: float = 0.2) -> RewardFunction:
 
 
 def exact_match(*, ignore_case: bool = False) -> RewardFunction:
-    """1 if the completion is the answer, white space around both aside."""
+    """1 if the completion is the answer, or one of several, white space around both aside."""
 
     def plain(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
 
-    def reward(*, completions: Sequence[Completion], answer: Sequence[str | None], **_: Any) -> list[float]:
+    def reward(*, completions: Sequence[Completion], answer: Sequence[Answer], **_: Any) -> list[float]:
         return [
-            float(plain(text_of(completion)) == plain(_given(target)))
+            float(plain(text_of(completion)) in {plain(accepted) for accepted in _accepted(target)})
             for completion, target in zip(completions, answer, strict=True)
         ]
 
@@ -72,11 +66,11 @@ def exact_match(*, ignore_case: bool = False) -> RewardFunction:
 
 
 def numeric_match(*, tolerance: float = 1e-6) -> RewardFunction:
-    """1 if the completion's last number is the answer, within a relative tolerance."""
+    """1 if the completion's last number is the answer, or one of several, within a relative tolerance."""
 
-    def reward(*, completions: Sequence[Completion], answer: Sequence[str | None], **_: Any) -> list[float]:
+    def reward(*, completions: Sequence[Completion], answer: Sequence[Answer], **_: Any) -> list[float]:
         return [
-            _close(last_number(text_of(completion)), _number(target), tolerance)
+            max(_close(last_number(text_of(completion)), _number(text), tolerance) for text in _accepted(target))
             for completion, target in zip(completions, answer, strict=True)
         ]
 
@@ -93,13 +87,13 @@ def gsm8k(*, marker_required: bool = False) -> RewardFunction:
         marked = gsm8k_answer(text)
         return last_number(text) if marked is None and not marker_required else marked
 
-    def target(answer: str | None) -> float:
+    def target(answer: Answer) -> float:
         value = gsm8k_answer(_given(answer))
         if value is None:
             raise ValueError(f"the answer has no number after '####': {answer!r:.120}")
         return value
 
-    def reward(*, completions: Sequence[Completion], answer: Sequence[str | None], **_: Any) -> list[float]:
+    def reward(*, completions: Sequence[Completion], answer: Sequence[Answer], **_: Any) -> list[float]:
         return [
             _close(predicted(text_of(completion)), target(reference), 1e-6)
             for completion, reference in zip(completions, answer, strict=True)
@@ -119,19 +113,12 @@ def length(*, target: int) -> RewardFunction:
     return reward
 
 
-def regex(*, pattern: str, whole: bool = False) -> RewardFunction:
-    """1 if the pattern is found in the completion; whole: only if it covers all of it, white space around it aside."""
-    compiled = re.compile(pattern, re.DOTALL)
-    found = compiled.fullmatch if whole else compiled.search
-
-    def reward(*, completions: Sequence[Completion], **_: Any) -> list[float]:
-        return [float(found(text_of(completion).strip()) is not None) for completion in completions]
-
-    return reward
-
-
 BUILTINS: Mapping[str, Callable[..., RewardFunction]] = {
-    make.__name__: make for make in (integer_answer, exact_match, numeric_match, gsm8k, length, regex)
+    make.__name__: make
+    for make in (
+        *(integer_answer, exact_match, numeric_match, gsm8k, length, regex, json_schema),
+        *(code_execution, llm_judge, verifiers),
+    )
 }
 
 
@@ -141,7 +128,7 @@ def _last_integer(text: str) -> int | None:
     return int(found[-1]) if found and len(found[-1]) <= 100 else None
 
 
-def _integer(answer: str | None) -> int:
+def _integer(answer: Answer) -> int:
     text = _given(answer)
     try:
         return int(text)
@@ -149,18 +136,26 @@ def _integer(answer: str | None) -> int:
         raise ValueError(f"the answer is no integer: {answer!r:.120}") from None
 
 
-def _number(answer: str | None) -> float:
-    text = _given(answer)
+def _number(answer: str) -> float:
     try:
-        return float(text.replace(",", ""))
+        return float(answer.replace(",", ""))
     except ValueError:
         raise ValueError(f"the answer is no number: {answer!r:.120}") from None
 
 
-def _given(answer: str | None) -> str:
-    if answer is None:
+def _given(answer: Answer) -> str:
+    """The one answer of an example."""
+    accepted = _accepted(answer)
+    if len(accepted) != 1:
+        raise ValueError(f"this reward takes one answer, and the example has {len(accepted)}: {answer!r:.120}")
+    return accepted[0]
+
+
+def _accepted(answer: Answer) -> Sequence[str]:
+    """Every answer that an example accepts, at least one."""
+    if not answer and answer != "":
         raise ValueError("the example has no answer")
-    return answer
+    return [answer] if isinstance(answer, str) else answer
 
 
 def _close(value: float | None, target: float, tolerance: float) -> float:

@@ -87,7 +87,9 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Where prompts and answers come from."""
 
     source: Annotated[str, msgspec.Meta(min_length=1)] = "builtin:arithmetic"
-    """`builtin:arithmetic`, a .jsonl, .parquet or .csv file, or a Hugging Face name."""
+    """`builtin:arithmetic`, a .jsonl, .parquet or .csv file, `verifiers:ENVIRONMENT`, or a Hugging Face name."""
+    args: dict[str, Any] = {}
+    """What a `verifiers:` environment is configured with."""
     subset: str = ""
     split: str = "train"
     eval_split: str = ""

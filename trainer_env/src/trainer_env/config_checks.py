@@ -188,6 +188,8 @@ def _data(config: TrainConfig) -> Iterator[Problem]:
     else:
         if data.prompt_template and not fields:
             yield "data.prompt_template", "names no column; write a column's name in braces, as in {question}"
+    if data.args and not data.source.startswith("verifiers:"):
+        yield "data.args", f'only an environment takes arguments; data.source is {data.source!r}, not "verifiers:…"'
     if not data.chat:
         for name in ("system_prompt", "chat_template_kwargs"):
             if getattr(data, name):
@@ -222,6 +224,8 @@ def _rewards(config: TrainConfig) -> Iterator[Problem]:
         yield "rewards", "every weight is 0, so there is nothing to learn from"
     seen: set[str] = set()
     for index, reward in enumerate(config.rewards):
+        if reward.function == "verifiers" and not config.data.source.startswith("verifiers:"):
+            yield f"rewards.{index}.function", 'scores the tasks of data.source = "verifiers:…" only'
         name = reward.name or reward.function
         if name in seen:
             yield f"rewards.{index}.name", f"two rewards are called {name!r}; give one a name of its own"

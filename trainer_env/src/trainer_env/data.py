@@ -3,6 +3,8 @@
 import random
 import string
 from collections.abc import Mapping, Sequence
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ from bridge.errors import ConfigError
 from bridge.settings import nearest
 from trainer_env.config import DataConfig
 from trainer_env.sources import Row, read_rows
+from trainer_env.verifiers_source import PREFIX
 
 RESERVED = frozenset(
     {
@@ -27,11 +30,15 @@ Message = dict[str, str]
 Prompt = list[Message] | str
 
 
+Answer = str | list[str] | None
+"""What completions are compared with: one text, or several of which any will do."""
+
+
 class Example(msgspec.Struct, frozen=True):
     """One prompt, what its completions are compared with, and the dataset's other columns, which rewards may read."""
 
     prompt: Prompt
-    answer: str | None = None
+    answer: Answer = None
     columns: dict[str, Any] = {}
 
     def row(self) -> dict[str, Any]:
@@ -59,12 +66,12 @@ class Data(msgspec.Struct, frozen=True):
 
 def load(config: DataConfig, seed: int) -> Data:
     """Read the examples; the same seed holds out the same ones. Raises ConfigError, naming the row and the column."""
-    rows = read_rows(config.source, config.subset, config.split)
+    rows = read_rows(config.source, config.subset, config.split, config.args)
     examples = _examples(config, rows, config.source)
     if config.eval_split and config.eval_size:
-        # Another split of a hub dataset; beside a file, another file.
+        # Another split of a hub dataset; beside a file or an environment, another one.
         held_source = config.source if _is_hub(config.source) else config.eval_split
-        held_rows = read_rows(held_source, config.subset, config.eval_split)
+        held_rows = read_rows(held_source, config.subset, config.eval_split, config.args)
         held = _examples(config, held_rows, f"{held_source} ({config.eval_split})")
         evaluation = _pick(held, min(config.eval_size, len(held)), seed)[0]
         train = examples
@@ -79,7 +86,7 @@ def load(config: DataConfig, seed: int) -> Data:
 
 
 def _is_hub(source: str) -> bool:
-    return not source.lower().endswith((".jsonl", ".csv", ".parquet"))
+    return not source.startswith(PREFIX) and not source.lower().endswith((".jsonl", ".csv", ".parquet"))
 
 
 def _pick(examples: Sequence[Example], count: int, seed: int) -> tuple[list[Example], list[Example]]:
@@ -116,8 +123,11 @@ def _example(config: DataConfig, row: Row, where: str) -> Example:
         if row.get(name) is None and name != config.answer_column:
             raise ConfigError(f"{where}: column {name!r} is empty.", remedy="Remove the row, or fill it in.")
     value = _formatted(config.prompt_template, row, where) if config.prompt_template else row[config.prompt_column]
+    answer = _answer(config, row, where)
     columns = {name: item for name, item in row.items() if name not in RESERVED and name not in ("prompt", "answer")}
-    return Example(_prompt(config, value, where), _answer(config, row, where), columns)
+    if not config.prompt_template:
+        where = f"{where}: column {config.prompt_column!r}"
+    return Example(_prompt(config, value, where), answer, columns)
 
 
 def _formatted(template: str, row: Row, where: str) -> str:
@@ -150,13 +160,22 @@ def _message(item: Any, where: str) -> Message:
     raise ConfigError(f"{where}: expected a message with a role and a text content, got {item!r:.80}.")
 
 
-def _answer(config: DataConfig, row: Mapping[str, Any], where: str) -> str | None:
+def _answer(config: DataConfig, row: Mapping[str, Any], where: str) -> Answer:
     value = row.get(config.answer_column) if config.answer_column else None
-    if value is None or isinstance(value, str):
+    if value is None:
+        return None
+    accepted = [_plain(item) for item in (value if isinstance(value, list) else [value])]
+    known = [item for item in accepted if item is not None]
+    if not known or len(known) != len(accepted):
+        raise ConfigError(
+            f"{where}: column {config.answer_column!r}: expected text, a number or a list of them, got {value!r:.80}.",
+            remedy='Set data.answer_column = "" and let a reward of your own read the column by its name.',
+        )
+    return known if isinstance(value, list) else known[0]
+
+
+def _plain(value: Any) -> str | None:
+    """An answer as text, a number's included; None for what has no plain text."""
+    if isinstance(value, str):
         return value
-    if isinstance(value, int | float):
-        return str(value)
-    raise ConfigError(
-        f"{where}: column {config.answer_column!r}: expected text or a number, got {value!r:.80}.",
-        remedy='Set data.answer_column = "" and let a reward of your own read the column by its name.',
-    )
+    return str(value) if isinstance(value, int | float | Decimal | date) else None

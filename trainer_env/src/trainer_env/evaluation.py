@@ -12,7 +12,7 @@ from trainer_env.pass_at import pass_at
 from trainer_env.records import Phase, Sample
 from trainer_env.rewards import Reward, score
 from trainer_env.sampler import Sampler
-from trainer_env.scoring import readable
+from trainer_env.scoring import readable, readable_answer
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ def evaluate(
             token_ids=answers[row].token_ids,
             reward=scores.total[row],
             rewards={name: each[row] for name, each in scores.each.items()},
-            answer=answered[row].answer,
+            answer=readable_answer(answered[row].answer),
             finish_reason=answers[row].finish_reason,
         )
         for row in range(len(answers))

@@ -14,40 +14,39 @@ from typing import Any
 
 import msgspec
 
-from bridge.errors import BridgeError, ConfigError
+from bridge.errors import ConfigError
 from bridge.settings import nearest
-from trainer_env.builtin_rewards import BUILTINS, RewardFunction, text_of
+from trainer_env.builtin_rewards import BUILTINS
+from trainer_env.completions import RewardFunction
 from trainer_env.config import RewardConfig
-
-
-class RewardError(BridgeError, ValueError):
-    """A reward function failed on a completion."""
-
-    code = "reward"
+from trainer_env.reward_errors import RewardError, sample_at, shown
+from trainer_env.reward_pool import run_together
 
 
 class Reward:
-    """One reward function under its name. TRL calls it; so does an evaluation."""
+    """One reward function under its name, with its weight and its time limit in seconds for one batch."""
 
-    def __init__(self, name: str, function: RewardFunction, weight: float = 1.0) -> None:
+    def __init__(self, name: str, function: RewardFunction, weight: float = 1.0, timeout_s: float = 60.0) -> None:
         self.name = name
         self.weight = weight
+        self.timeout_s = timeout_s
         self.__name__ = name
         self._function = function
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """One score a completion. columns: a list each with one entry a completion, such as answer and finish_reason.
+        """One score a completion, within the time limit. Raises RewardError as `run_together` does."""
+        return run_together([self], prompts, completions, columns)[0]
 
-        Raises RewardError, naming the reward, the row and the completion, if the function raises or returns anything
-        but one finite number a completion.
+    def scores(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]) -> list[float]:
+        """One score a completion, without a limit, in this thread.
+
+        columns: a list each with one entry a completion, such as answer and finish_reason. Raises RewardError if the
+        function returns anything but one finite number a completion, and else what it raises.
         """
-        try:
-            scores = self._function(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
-            raise self._raised(error, prompts, completions, columns) from error
+        scores = self._function(prompts=prompts, completions=completions, **columns)
         if isinstance(scores, str | bytes | Mapping) or not hasattr(scores, "__iter__"):
             raise RewardError(
-                f"Reward {self.name!r} returned {_shown(scores)} instead of a list with a number for each completion."
+                f"Reward {self.name!r} returned {shown(scores)} instead of a list with a number for each completion."
             )
         scores = list(scores)
         if len(scores) != len(completions):
@@ -60,29 +59,9 @@ class Reward:
     def _checked(self, score: Any, row: int, prompts: Sequence[Any], completions: Sequence[Any]) -> float:
         value = None if isinstance(score, str | bytes) or not hasattr(score, "__float__") else float(score)
         if value is None or not math.isfinite(value):
-            where = _where(row, prompts, completions)
-            raise RewardError(f"Reward {self.name!r} returned {_shown(score)} instead of a finite number {where}")
+            where = sample_at(row, prompts, completions)
+            raise RewardError(f"Reward {self.name!r} returned {shown(score)} instead of a finite number {where}")
         return value
-
-    def _raised(
-        self, error: Exception, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]
-    ) -> RewardError:
-        """The error for a function that raised, with the first row on which it raises alone."""
-        what = f"Reward {self.name!r} raised {type(error).__name__}: {error}"
-        for row in range(len(completions)):
-            alone = {
-                name: [column[row]] if isinstance(column, list) and len(column) == len(completions) else column
-                for name, column in columns.items()
-            }
-            try:
-                self._function(prompts=prompts[row : row + 1], completions=completions[row : row + 1], **alone)
-            except Exception as cause:  # noqa: BLE001 (as in __call__)
-                what = (
-                    f"Reward {self.name!r} raised {type(cause).__name__}: {cause}, {_where(row, prompts, completions)}"
-                )
-                break
-        known = [name for name, column in columns.items() if isinstance(column, list)]
-        return RewardError(what, why=f"It was given the columns {', '.join(['prompts', 'completions', *known])}.")
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -95,8 +74,9 @@ class Scores(msgspec.Struct, frozen=True):
 def score(
     rewards: Sequence[Reward], prompts: Sequence[Any], completions: Sequence[Any], **columns: list[Any]
 ) -> Scores:
-    """All rewards of some completions. Raises RewardError."""
-    each = {reward.name: reward(prompts, completions, **columns) for reward in rewards}
+    """All rewards of some completions, computed at the same time. Raises RewardError."""
+    found = run_together(rewards, prompts, completions, columns)
+    each = {reward.name: scores for reward, scores in zip(rewards, found, strict=True)}
     total = [sum(reward.weight * each[reward.name][row] for reward in rewards) for row in range(len(completions))]
     return Scores(total, each)
 
@@ -104,7 +84,7 @@ def score(
 def load(configs: Sequence[RewardConfig]) -> list[Reward]:
     """The reward functions of a run. Raises ConfigError, naming the setting and the nearest name."""
     return [
-        Reward(config.name or config.function, _function(config, f"rewards.{index}"), config.weight)
+        Reward(config.name or config.function, _function(config, f"rewards.{index}"), config.weight, config.timeout_s)
         for index, config in enumerate(configs)
     ]
 
@@ -195,14 +175,3 @@ def _imported(run: Callable[[], ModuleType], name: str, where: str) -> ModuleTyp
             f"{where}.function: {name} cannot be imported: {type(error).__name__}: {error}.",
             remedy="It runs in the trainer's environment, .venvs/trainer: import only what is installed there.",
         ) from error
-
-
-def _where(row: int, prompts: Sequence[Any], completions: Sequence[Any]) -> str:
-    prompt, completion = prompts[row], text_of(completions[row])
-    asked = prompt if isinstance(prompt, str) else " | ".join(text_of([message]) for message in prompt)
-    return f"for row {row}.\n  prompt: {_shown(asked)}\n  completion: {_shown(completion)}"
-
-
-def _shown(value: Any, limit: int = 400) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,4 +1,4 @@
-"""Rows of a dataset from wherever they are: a built-in task, a JSONL, Parquet or CSV file, or the Hugging Face hub."""
+"""Rows of a dataset from wherever they are: a built-in task, a file, a `verifiers` environment or the hub."""
 
 import csv
 import json
@@ -8,6 +8,7 @@ from typing import Any
 
 from bridge.errors import ConfigError
 from bridge.settings import nearest
+from trainer_env import verifiers_source
 from trainer_env.hub import go_offline_unless_reachable
 
 Row = dict[str, Any]
@@ -15,10 +16,15 @@ Row = dict[str, Any]
 BUILTIN = "builtin:"
 
 
-def read_rows(source: str, subset: str, split: str) -> list[Row]:
-    """All rows of a source. subset and split matter for hub datasets only. Raises ConfigError."""
+def read_rows(source: str, subset: str, split: str, arguments: Mapping[str, Any] | None = None) -> list[Row]:
+    """All rows of a source. Raises ConfigError.
+
+    subset and split matter for hub datasets only, arguments for `verifiers:` environments only.
+    """
     if source.startswith(BUILTIN):
         rows = _builtin(source.removeprefix(BUILTIN))
+    elif source.startswith(verifiers_source.PREFIX):
+        rows = verifiers_source.read(source.removeprefix(verifiers_source.PREFIX), arguments or {})
     elif reader := _READERS.get(Path(source).suffix.lower()):
         rows = _read_file(Path(source), reader)
     elif Path(source).is_file():

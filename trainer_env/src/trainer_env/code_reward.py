@@ -1,0 +1,141 @@
+"""A reward for code that passes tests. It runs what a model wrote: the limits here are no sandbox."""
+
+import ast
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer_env import daemons
+from trainer_env.completions import Completion, RewardFunction, RowError, last_block, text_of
+
+_PROGRAM = Path(__file__).with_name("run_tests.py")
+_MAX_ANSWER_BYTES = 2**20
+
+Step = tuple[str, bool]
+"""Source, and whether it is a test that counts."""
+
+
+def code_execution(
+    *,
+    tests_column: str = "tests",
+    all_or_nothing: bool = False,
+    seconds: float = 5.0,
+    memory_mib: int = 1024,
+    parallel: int = 0,
+) -> RewardFunction:
+    """The share of its example's tests that a completion's Python passes; all_or_nothing: 1 if it passes all, else 0.
+
+    The code is the last ```python block, or all of the completion. tests_column holds a list of tests, or one text in
+    which each top-level assert is a test and all else prepares them (without an assert the whole text is one test).
+    Each completion runs in a process of its own with Python's standard library: an empty folder that is deleted
+    afterwards, no input, no output, no environment, at most `seconds` of time and of CPU, memory_mib of memory,
+    10 MiB a file, and (unless root runs it) no further process or thread. parallel: completions at once; 0: one a CPU.
+
+    The limits stop accidents. Code that wants to can read your files, use the network, and as root leave processes
+    behind or read its own tests: run untrusted models in a container or a virtual machine. Raises ValueError.
+    """
+    if not seconds > 0 or memory_mib < 64 or parallel < 0:
+        raise ValueError("expected seconds above 0, memory_mib of at least 64 and parallel of at least 0")
+    at_once = parallel or os.cpu_count() or 1
+
+    def score(row: tuple[str, list[Step]]) -> float:
+        code, steps = row
+        passed = _passed(code, steps, seconds, memory_mib * 2**20)
+        tests = sum(counts for _, counts in steps)
+        return float(passed == tests) if all_or_nothing else passed / tests
+
+    def reward(*, completions: Sequence[Completion], **columns: Any) -> list[float]:
+        if tests_column not in columns:
+            raise ValueError(f"there is no column {tests_column!r} with tests; set tests_column")
+        steps = [_steps(row, tests) for row, tests in enumerate(columns[tests_column])]
+        codes = [_code(text_of(completion)) for completion in completions]
+        return daemons.each(score, list(zip(codes, steps, strict=True)), at_once)
+
+    return reward
+
+
+def _code(text: str) -> str:
+    block = last_block(text, ("python", "py", "python3"))
+    return text if block is None else block
+
+
+def _steps(row: int, tests: Any) -> list[Step]:
+    """What is run after a completion. Raises RowError for what is no tests."""
+    if isinstance(tests, str) and tests.strip():
+        try:
+            parts = ast.parse(tests).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise RowError(row, f"its tests are not Python: {error}") from None
+        if not any(isinstance(part, ast.Assert) for part in parts):
+            return [(tests, True)]
+        return [(ast.unparse(part), isinstance(part, ast.Assert)) for part in parts]
+    if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
+        return [(test, True) for test in tests]
+    raise RowError(row, f"expected its tests as text or as a list of texts, got {tests!r:.80}")
+
+
+def _passed(code: str, steps: Sequence[Step], seconds: float, memory_bytes: int) -> int:
+    """How many tests pass. The process, and what it started in its session, is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="tandem-code-"))
+    read, write = os.pipe()
+    mark = secrets.token_hex(8)
+    names = [("solution.py", False), *((f"step_{at}.py", counts) for at, (_, counts) in enumerate(steps))]
+    try:
+        for (name, _), source in zip(names, [code, *(source for source, _ in steps)], strict=True):
+            (folder / name).write_bytes(source.encode(errors="surrogatepass"))
+        (folder / "job.json").write_text(json.dumps({"mark": mark, "steps": names}))
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", _PROGRAM, folder, str(seconds), str(memory_bytes), str(write)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={},
+            pass_fds=(write,),
+            start_new_session=True,
+        )
+        os.close(write)
+        write = -1
+        answer = _until_it_ends(process, read, time.monotonic() + seconds)
+    finally:
+        os.close(read)
+        if write >= 0:
+            os.close(write)
+        shutil.rmtree(folder, ignore_errors=True)
+    lines = answer.decode(errors="replace").splitlines()[: sum(counts for _, counts in steps)]
+    return lines.count(f"{mark}1")
+
+
+def _until_it_ends(process: subprocess.Popen[bytes], answers: int, deadline: float) -> bytes:
+    """What a process answers until it ends, or until its time is up; its whole group is killed before it is reaped."""
+    answer = b""
+    ended = os.pidfd_open(process.pid)
+    watched = select.poll()
+    for end in (answers, ended):
+        watched.register(end, select.POLLIN)
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            ready = [end for end, _ in watched.poll(left * 1000)]
+            if answers in ready:
+                part = os.read(answers, 2**16)
+                answer += part
+                if not part or len(answer) > _MAX_ANSWER_BYTES:
+                    watched.unregister(answers)
+            elif ended in ready:
+                break
+    finally:
+        os.close(ended)
+        # It is not reaped yet, so its number still means its group.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return answer

@@ -1,0 +1,48 @@
+"""What reward functions are given and give back, and how a completion is read."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+RewardFunction = Callable[..., Sequence[float]]
+"""TRL's signature: (prompts, completions, **columns) -> one number a completion."""
+
+Completion = str | Sequence[Mapping[str, Any]]
+"""Text, or the messages of an assistant."""
+
+Answer = str | Sequence[str] | None
+"""What an example's completions are compared with: one text, or several of which any will do."""
+
+
+class RowError(ValueError):
+    """A reward cannot score one row, and says which."""
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(what)
+        self.row = row
+
+
+def text_of(completion: Completion) -> str:
+    """What the model wrote, as one string."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message.get("content") or "") for message in completion)
+
+
+def last_block(text: str, languages: Collection[str]) -> str | None:
+    """The inside of the last fenced block in one of these languages; None without one.
+
+    A block whose end is missing goes to the end of the text.
+    """
+    found: str | None = None
+    inside: list[str] | None = None
+    wanted = False
+    for line in text.splitlines(keepends=True):
+        mark = line.strip()
+        if inside is not None and mark != "```":
+            inside.append(line)
+        elif inside is not None:
+            found = "".join(inside) if wanted else found
+            inside = None
+        elif mark.startswith("```"):
+            inside, wanted = [], mark[3:].strip().lower() in languages
+    return "".join(inside) if inside is not None and wanted else found

@@ -1,0 +1,215 @@
+"""A reward that another language model gives, asked over the OpenAI protocol."""
+
+import os
+import random
+import re
+import string
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from trainer_env import daemons
+from trainer_env.completions import Completion, RewardFunction, RowError, text_of
+
+if TYPE_CHECKING:
+    import httpx
+
+_FIELDS = ("prompt", "completion", "answer")
+_MAX_REPLY_BYTES = 2**20
+_LONGEST_WAIT_S = 30.0
+_OF = re.compile(r"(?<=\d)\s{0,3}(?:/|out of)\s{0,3}\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_SCORE = re.compile(r'"score"\s{0,3}:\s{0,3}"?(-?\d+(?:\.\d+)?)')
+
+
+class _Choice(msgspec.Struct):
+    message: dict[str, Any]
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Again(Exception):
+    """A request that may go better a moment later. wait_s: what the endpoint asked for."""
+
+    def __init__(self, what: str, wait_s: float = 0.0) -> None:
+        super().__init__(what)
+        self.wait_s = wait_s
+
+
+def llm_judge(
+    *,
+    base_url: str,
+    model: str,
+    prompt: str,
+    scale: Sequence[float] = (0, 10),
+    api_key_env: str = "",
+    request: Mapping[str, Any] | None = None,
+    parallel: int = 8,
+    retries: int = 4,
+    request_timeout_s: float = 30.0,
+) -> RewardFunction:
+    """What a judge says of a completion, moved from its scale to 0..1.
+
+    base_url: of an OpenAI-protocol server, up to /v1. prompt: what the judge is asked, with {prompt}, {completion} and
+    {answer} in it. Its reply counts by the "score" of a JSON object in it, else by its last number ("7/10" is 7); one
+    without a number on the scale is asked for once more. api_key_env: the name of the environment variable with the
+    key. request: more fields of the request, {"temperature": 0} unless given. parallel: requests at once. retries: of a
+    request that ends in 429, 5xx, no connection or no reply in time, each after a longer wait. Raises ValueError.
+    """
+    low, high = _checked_scale(scale)
+    _check_prompt(prompt)
+    address = _checked_address(base_url)
+    key = _key(api_key_env)
+    if parallel < 1 or retries < 0 or not request_timeout_s > 0:
+        raise ValueError("expected parallel of at least 1, retries of at least 0 and request_timeout_s above 0")
+    fields = {"temperature": 0} if request is None else dict(request)
+
+    def reward(*, prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any) -> list[float]:
+        answers = columns.get("answer") or [None] * len(completions)
+        questions = [
+            _filled(prompt, prompt=_asked(asked), completion=text_of(completion), answer=_joined(answer))
+            for asked, completion, answer in zip(prompts, completions, answers, strict=True)
+        ]
+        with _client(address, key, request_timeout_s) as client:
+
+            def judged(place: tuple[int, str]) -> float:
+                row, question = place
+                body = {"model": model, "messages": [{"role": "user", "content": question}], **fields}
+                try:
+                    for _ in range(2):
+                        text = _reply(client, address, body, retries, request_timeout_s)
+                        value = _score(text)
+                        if value is not None and low <= value <= high:
+                            return (value - low) / (high - low)
+                except (_Again, ValueError) as error:
+                    raise RowError(row, f"the judge {model} at {address}: {error}") from None
+                raise RowError(
+                    row, f"the judge {model} replied twice without a number from {low:g} to {high:g}: {text!r:.200}"
+                )
+
+            return daemons.each(judged, list(enumerate(questions)), parallel)
+
+    return reward
+
+
+def _client(address: str, key: str, timeout_s: float) -> "httpx.Client":
+    import httpx
+
+    host = urlsplit(address).hostname or ""
+    return httpx.Client(
+        timeout=timeout_s,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        # A proxy of the environment's is not on the way to this machine.
+        trust_env=host not in ("localhost", "::1") and not host.startswith("127."),
+    )
+
+
+def _reply(client: "httpx.Client", address: str, body: Mapping[str, Any], retries: int, timeout_s: float) -> str:
+    """The text of a reply. Raises _Again when there is none after all retries, ValueError when another is no use."""
+    for attempt in range(retries + 1):
+        try:
+            return _asked_once(client, address, body, timeout_s)
+        except _Again as error:
+            if attempt == retries:
+                raise
+            longer = min(_LONGEST_WAIT_S, 0.5 * 2**attempt) * random.uniform(0.5, 1)  # noqa: S311 (a wait, no secret)
+            time.sleep(max(longer, min(error.wait_s, _LONGEST_WAIT_S)))
+    raise AssertionError
+
+
+def _asked_once(client: "httpx.Client", address: str, body: Mapping[str, Any], timeout_s: float) -> str:
+    import httpx
+
+    deadline = time.monotonic() + timeout_s
+    content = b""
+    try:
+        with client.stream("POST", address, json=body) as response:
+            for part in response.iter_bytes():
+                content += part
+                if len(content) > _MAX_REPLY_BYTES:
+                    raise ValueError(f"a reply of more than {_MAX_REPLY_BYTES} bytes")
+                if time.monotonic() > deadline:
+                    raise _Again(f"no whole reply within {timeout_s:g} s")
+    except httpx.TimeoutException:
+        raise _Again(f"no reply within {timeout_s:g} s") from None
+    except httpx.TransportError as error:
+        raise _Again(f"no connection: {error or type(error).__name__}") from None
+    if (
+        response.status_code == httpx.codes.TOO_MANY_REQUESTS
+        or response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
+    ):
+        wait = response.headers.get("Retry-After", "")
+        raise _Again(_status(response, content), float(wait) if wait.isdecimal() else 0.0)
+    if response.status_code != httpx.codes.OK:
+        raise ValueError(_status(response, content))
+    try:
+        text = msgspec.json.decode(content, type=_Reply).choices[0].message.get("content")
+    except (msgspec.MsgspecError, IndexError, UnicodeDecodeError):
+        raise ValueError(f"not a chat completion: {content[:200]!r}") from None
+    return text if isinstance(text, str) else ""
+
+
+def _status(response: "httpx.Response", content: bytes) -> str:
+    return f"HTTP {response.status_code}: {content[:200].decode(errors='replace')!r}"
+
+
+def _score(text: str) -> float | None:
+    """The number that a reply ends in, or that it calls its score."""
+    named = _SCORE.findall(text)
+    numbers = named or _NUMBER.findall(_OF.sub("", text))
+    return float(numbers[-1]) if numbers and len(numbers[-1]) <= 100 else None
+
+
+def _filled(template: str, **values: str) -> str:
+    return template.format_map(values)
+
+
+def _asked(prompt: Any) -> str:
+    """A prompt as the judge reads it: text, or a conversation's turns one below the other."""
+    return prompt if isinstance(prompt, str) else "\n".join(text_of([message]) for message in prompt)
+
+
+def _joined(answer: Any) -> str:
+    return "\n".join(map(str, answer)) if isinstance(answer, list) else str(answer or "")
+
+
+def _checked_scale(scale: Sequence[float]) -> tuple[float, float]:
+    if isinstance(scale, str) or len(scale) != 2 or not scale[0] < scale[1]:
+        raise ValueError(f"scale: expected the lowest and the highest score, as in [0, 10], got {scale!r}")
+    return scale[0], scale[1]
+
+
+def _check_prompt(prompt: str) -> None:
+    found = [
+        (name, spec or conversion) for _, name, spec, conversion in string.Formatter().parse(prompt) if name is not None
+    ]
+    for name, more in found:
+        if name not in _FIELDS or more:
+            raise ValueError(f"prompt: knows {{prompt}}, {{completion}} and {{answer}}, got {{{name}}}")
+    if "completion" not in [name for name, _ in found]:
+        raise ValueError("prompt: does not show the judge the {completion}")
+
+
+def _checked_address(base_url: str) -> str:
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"base_url: expected an address such as http://127.0.0.1:8000/v1, got {base_url!r}")
+    if parts.username or parts.password or parts.query:
+        raise ValueError("base_url: holds a key; name the environment variable that has it in api_key_env")
+    return base_url.rstrip("/") + "/chat/completions"
+
+
+def _key(variable: str) -> str:
+    """The key that a variable holds. What is no variable's name may be a key: it is not repeated."""
+    if not variable:
+        return ""
+    if not re.fullmatch("[A-Z_][A-Z0-9_]*", variable):
+        raise ValueError("api_key_env: expected the name of an environment variable in capitals, not a key itself")
+    if not os.environ.get(variable):
+        raise ValueError(f"api_key_env: the environment variable {variable} is not set")
+    return os.environ[variable]

@@ -1,0 +1,116 @@
+"""The rewards of a batch, all at once: each in a daemon thread of its own, under its own time limit."""
+
+import faulthandler
+import time
+from collections.abc import Mapping, Sequence
+from queue import Empty
+from typing import Any, Protocol
+
+from trainer_env import daemons
+from trainer_env.completions import RowError
+from trainer_env.reward_errors import RewardError, sample_at
+
+SEARCH_S = 2.0
+"""How long rows are run alone to find the one that fails."""
+LOCKED_S = 10.0
+"""How long past a limit this thread may be kept from running at all before the process is ended."""
+
+Columns = Mapping[str, Any]
+
+
+class TimedReward(Protocol):
+    """What is run here: a name, a limit in seconds for one batch, and the scores of a batch."""
+
+    name: str
+    timeout_s: float
+
+    def scores(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> list[float]:
+        """One number a completion. Raises RewardError for anything else, or what the function raises."""
+        ...
+
+
+def run_together(
+    rewards: Sequence[TimedReward], prompts: Sequence[Any], completions: Sequence[Any], columns: Columns
+) -> list[list[float]]:
+    """The scores of each reward. All start at once, so they must not share what only one thread may use.
+
+    Raises RewardError as soon as one fails or its time is up, naming the reward and, if running rows alone shows it,
+    the sample. What still runs is left to itself, in daemon threads. A function that keeps Python's lock for good, as
+    a regular expression can, stops every thread: then the process ends with its stacks on stderr.
+    """
+    scores: dict[int, list[float]] = {}
+    begun = time.monotonic()
+    try:
+        _end_if_locked(min(reward.timeout_s for reward in rewards))
+        done = daemons.start(lambda reward: reward.scores(prompts, completions, columns), rewards)
+        while len(scores) < len(rewards):
+            place = min(set(range(len(rewards))) - set(scores), key=lambda place: rewards[place].timeout_s)
+            left = max(0.0, begun + rewards[place].timeout_s - time.monotonic())
+            _end_if_locked(left)
+            try:
+                place, outcome = done.get(timeout=left)
+            except Empty:
+                raise _hangs(rewards[place], prompts, completions, columns) from None
+            if isinstance(outcome, RewardError):
+                raise outcome
+            if isinstance(outcome, BaseException):
+                raise _raised(rewards[place], outcome, prompts, completions, columns) from outcome
+            scores[place] = outcome
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return [scores[place] for place in range(len(rewards))]
+
+
+def _end_if_locked(left: float) -> None:
+    """End the process if this thread does not run again within the limit, the search, and some more."""
+    faulthandler.dump_traceback_later(left + SEARCH_S + LOCKED_S, exit=True, file=2)
+
+
+def _hangs(reward: TimedReward, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> RewardError:
+    """The error for a reward whose time is up, with the first row that does not end alone either."""
+    what = f"Reward {reward.name!r} did not return within {reward.timeout_s:g} s"
+    remedy = "Give the function a limit of its own on each sample, or raise rewards.timeout_s."
+    rows = range(len(completions))
+    ended = daemons.within(SEARCH_S, lambda row: _alone(reward, row, prompts, completions, columns), rows)
+    hanging = [row for row in rows if row not in ended]
+    if not hanging:
+        return RewardError(f"{what}.", why=f"Each of its {len(rows)} rows ends when it is run alone.", remedy=remedy)
+    why = f"It still runs after {SEARCH_S:g} s on {len(hanging)} of {len(rows)} rows, each of them alone."
+    return RewardError(f"{what}, {sample_at(hanging[0], prompts, completions)}", why=why, remedy=remedy)
+
+
+def _raised(
+    reward: TimedReward,
+    error: BaseException,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Columns,
+) -> RewardError:
+    """The error for a reward that raised, with its row: the one it names, or the first on which it raises alone."""
+    row = error.row if isinstance(error, RowError) else None
+    if row is None:
+        ended = daemons.within(
+            SEARCH_S, lambda row: _alone(reward, row, prompts, completions, columns), range(len(completions)), at_once=1
+        )
+        row, error = next(((row, ended[row]) for row in sorted(ended) if _is_fault(ended[row])), (None, error))
+    what = f"Reward {reward.name!r} raised {type(error).__name__}: {error}"
+    known = [name for name, column in columns.items() if isinstance(column, list)]
+    return RewardError(
+        f"{what}." if row is None else f"{what}, {sample_at(row, prompts, completions)}",
+        why=f"It was given the columns {', '.join(['prompts', 'completions', *known])}.",
+    )
+
+
+def _is_fault(outcome: object) -> bool:
+    return isinstance(outcome, BaseException) and not isinstance(outcome, RewardError)
+
+
+def _alone(
+    reward: TimedReward, row: int, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns
+) -> list[float]:
+    count = len(completions)
+    alone = {
+        name: [column[row]] if isinstance(column, list) and len(column) == count else column
+        for name, column in columns.items()
+    }
+    return reward.scores(prompts[row : row + 1], completions[row : row + 1], alone)

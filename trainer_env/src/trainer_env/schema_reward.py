@@ -1,0 +1,78 @@
+"""A reward for JSON that fits a schema."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer_env.completions import Completion, RewardFunction, last_block, text_of
+
+
+def json_schema(*, schema: Mapping[str, Any] | bool | str, parses: float = 0.0) -> RewardFunction:
+    """1 if the completion is JSON that fits the schema, `parses` if it is other JSON, else 0.
+
+    The JSON is all of the completion or its last ```json block. schema: a JSON Schema, or the path of a file with one;
+    its $schema names the draft. References outside it are refused. Raises ValueError.
+    """
+    import jsonschema
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    if not 0 <= parses <= 1:
+        raise ValueError(f"parses: expected a share from 0 to 1, got {parses}")
+    content = _read(Path(schema)) if isinstance(schema, str) else schema
+    if not isinstance(content, Mapping | bool):
+        raise ValueError(f"schema: expected a JSON object, got {content!r:.80}")  # noqa: TRY004 (a setting's value)
+    kind = validator_for(content, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(content)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"schema: {error.json_path}: {error.message:.200}") from None
+    # With a registry of its own nothing is fetched, whatever a reference says.
+    validator = kind(content, registry=Registry())
+    for reference in _references(content):
+        if not reference.startswith("#") and not (isinstance(content, Mapping) and "$id" in content):
+            raise ValueError(f"schema: {reference!r} is outside of the schema; write it out under $defs")
+
+    def score(completion: Completion) -> float:
+        text = text_of(completion)
+        block = last_block(text, ("json",))
+        try:
+            value = json.loads(text if block is None else block, parse_constant=_refuse)
+            return 1.0 if validator.is_valid(value) else parses
+        except (ValueError, RecursionError):
+            # Not JSON, a number of thousands of digits, or nested so deep that nobody could read it.
+            return 0.0
+        except Unresolvable as error:
+            raise ValueError(f"the schema has a reference that leads nowhere: {error.ref}") from None
+
+    def reward(*, completions: Sequence[Completion], **_: Any) -> list[float]:
+        return [score(completion) for completion in completions]
+
+    return reward
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"schema: {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"schema: {path}: not JSON: {error}") from None
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str):
+                yield value
+            else:
+                yield from _references(value)
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from _references(item)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
