@@ -86,11 +86,9 @@ def llm_judge(
                         value = _score(text)
                         if value is not None and low <= value <= high:
                             return (value - low) / (high - low)
+                    raise ValueError(f"replied twice without a number from {low:g} to {high:g}: {text!r:.200}")
                 except (_Again, ValueError) as error:
                     raise RowError(row, f"the judge {model} at {address}: {error}") from None
-                raise RowError(
-                    row, f"the judge {model} replied twice without a number from {low:g} to {high:g}: {text!r:.200}"
-                )
 
             return daemons.each(judged, list(enumerate(questions)), parallel)
 

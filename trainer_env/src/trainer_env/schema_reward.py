@@ -31,9 +31,7 @@ def json_schema(*, schema: Mapping[str, Any] | bool | str, parses: float = 0.0) 
         raise ValueError(f"schema: {error.json_path}: {error.message:.200}") from None
     # With a registry of its own nothing is fetched, whatever a reference says.
     validator = kind(content, registry=Registry())
-    for reference in _references(content):
-        if not reference.startswith("#") and not (isinstance(content, Mapping) and "$id" in content):
-            raise ValueError(f"schema: {reference!r} is outside of the schema; write it out under $defs")
+    _check_references(content)
 
     def score(completion: Completion) -> float:
         text = text_of(completion)
@@ -62,12 +60,29 @@ def _read(path: Path) -> Any:
         raise ValueError(f"schema: {path}: not JSON: {error}") from None
 
 
+def _check_references(schema: Any) -> None:
+    """Raise ValueError for a reference that leads nowhere in it. Parts with an $id of their own are left out."""
+    from referencing import Registry, Specification
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    root = Specification.detect(schema) if isinstance(schema, Mapping) and "$schema" in schema else DRAFT202012
+    resolver = Registry().resolver_with_root(root.create_resource(schema))
+    for reference in _references(schema):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable:
+            raise ValueError(
+                f"schema: {reference!r} leads nowhere in the schema; what it stands for belongs under $defs"
+            ) from None
+
+
 def _references(schema: Any) -> Iterator[str]:
     if isinstance(schema, Mapping):
         for key, value in schema.items():
             if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str):
                 yield value
-            else:
+            elif not (isinstance(value, Mapping) and "$id" in value):
                 yield from _references(value)
     elif isinstance(schema, list):
         for item in schema:
