@@ -1,6 +1,8 @@
 """Datasets that need the trainer's environment: Parquet files, and folders that the datasets library reads."""
 
 import json
+from datetime import date
+from decimal import Decimal
 
 import pyarrow as pa
 import pytest
@@ -58,3 +60,24 @@ def test_a_dataset_that_does_not_exist_is_named(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"data\.source 'nobody/nothing-here' cannot be loaded"):
         load("nobody/nothing-here")
+
+
+def test_answers_of_a_parquet_file_can_be_any_plain_value_or_several(tmp_path):
+    path = tmp_path / "rows.parquet"
+    values = {
+        "label": [[1, 2], [3]],
+        "price": [Decimal("1.50"), Decimal("2.00")],
+        "day": [date(2026, 1, 2), date(2026, 1, 3)],
+        "good": [True, False],
+    }
+    table = pa.table({"question": [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], **values})
+    parquet.write_table(table, path)
+
+    def answers(column):
+        config = DataConfig(source=str(path), prompt_column="question", answer_column=column, eval_size=0)
+        return [example.answer for example in data.load(config, seed=0).train]
+
+    assert answers("label") == [["1", "2"], ["3"]]
+    assert answers("price") == ["1.50", "2.00"]
+    assert answers("day") == ["2026-01-02", "2026-01-03"]
+    assert answers("good") == ["True", "False"]

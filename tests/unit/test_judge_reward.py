@@ -30,6 +30,8 @@ class Judge(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    server: Judge  # pyright: ignore[reportIncompatibleVariableOverride]
+
     def do_POST(self):
         self.body = body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
@@ -50,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):  # noqa: A002 (as the base class calls it)
         pass
 
 

@@ -108,6 +108,7 @@ def test_a_fault_whose_search_hangs_is_told_without_a_sample():
         if len(completions) > 1:
             raise ValueError("together")
         HANG.wait()
+        return [0.0]
 
     assert "Reward 'r' raised ValueError: together.\n" in failure(Reward("r", function))
 
@@ -119,7 +120,7 @@ def test_a_fault_that_names_its_row_is_believed():
         calls.append(len(completions))
         raise RowError(2, "no good")
 
-    assert "raised RowError: no good, for row 2.\n  prompt: 'p2'" in failure(Reward("r", function))
+    assert "Reward 'r': no good, for row 2.\n  prompt: 'p2'" in failure(Reward("r", function))
     assert calls == [3]
 
 
@@ -154,6 +155,7 @@ def test_an_interrupt_while_waiting_comes_through():
     def function(**_):
         _thread.interrupt_main()
         HANG.wait()
+        return [0.0]
 
     with pytest.raises(KeyboardInterrupt):
         Reward("r", function, timeout_s=60)(["p"], ["c"])

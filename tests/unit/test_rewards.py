@@ -14,7 +14,7 @@ from trainer_env.config import RewardConfig
 from trainer_env.rewards import Reward, RewardError
 
 
-def pay(function, completion, answer="15", finish="stop", ids=(), **args):
+def pay(function, completion, answer: str | list[str] = "15", finish="stop", ids=(), **args):
     (reward,) = rewards.load([RewardConfig(function=function, args=args)])
     columns = {"answer": [answer], "finish_reason": [finish], "completion_ids": [list(ids)]}
     return reward(["p"], [completion], **columns)[0]

@@ -1,7 +1,7 @@
 """Environments of the verifiers package, by a small stand-in with the names of its 0.4 that Tandem uses."""
 
 import asyncio
-import importlib
+import importlib.util
 import inspect
 import sys
 from types import ModuleType, SimpleNamespace
@@ -24,6 +24,7 @@ class TaskData:
 
 
 class SumData(TaskData):
+    answer: str
     model_fields = dict.fromkeys((*COMMON, "answer", "level", "notes", "thing"))
 
 
@@ -98,6 +99,13 @@ class Config(SimpleNamespace):
         return cls(**{"n": 3, **values})
 
 
+class Stand(ModuleType):
+    """A module that is filled in here."""
+
+    def __setattr__(self, name, value):
+        vars(self)[name] = value
+
+
 def message(role):
     return lambda content: SimpleNamespace(role=role, content=content)
 
@@ -105,7 +113,7 @@ def message(role):
 @pytest.fixture
 def library(monkeypatch):
     """The stand-in, importable as verifiers.v1; its tasksets are to be filled in."""
-    package, v1 = ModuleType("verifiers"), ModuleType("verifiers.v1")
+    package, v1 = Stand("verifiers"), Stand("verifiers.v1")
     package.v1 = v1
     v1.tasksets = {"sums": Sums}
 

@@ -80,6 +80,7 @@ def llm_judge(
             def judged(place: tuple[int, str]) -> float:
                 row, question = place
                 body = {"model": model, "messages": [{"role": "user", "content": question}], **fields}
+                text = ""
                 try:
                     for _ in range(2):
                         text = _reply(client, address, body, retries, request_timeout_s)

@@ -4,7 +4,7 @@ import faulthandler
 import time
 from collections.abc import Mapping, Sequence
 from queue import Empty
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from trainer_env import daemons
 from trainer_env.completions import RowError
@@ -92,8 +92,11 @@ def _raised(
         ended = daemons.within(
             SEARCH_S, lambda row: _alone(reward, row, prompts, completions, columns), range(len(completions)), at_once=1
         )
-        row, error = next(((row, ended[row]) for row in sorted(ended) if _is_fault(ended[row])), (None, error))
-    what = f"Reward {reward.name!r} raised {type(error).__name__}: {error}"
+        faults = {row: outcome for row, outcome in ended.items() if _is_fault(outcome)}
+        row = min(faults, default=None)
+        error = error if row is None else faults[row]
+    fault = ":" if isinstance(error, RowError) else f" raised {type(error).__name__}:"
+    what = f"Reward {reward.name!r}{fault} {error}"
     known = [name for name, column in columns.items() if isinstance(column, list)]
     return RewardError(
         f"{what}." if row is None else f"{what}, {sample_at(row, prompts, completions)}",
@@ -101,7 +104,7 @@ def _raised(
     )
 
 
-def _is_fault(outcome: object) -> bool:
+def _is_fault(outcome: object) -> TypeGuard[BaseException]:
     return isinstance(outcome, BaseException) and not isinstance(outcome, RewardError)
 
 

@@ -21,12 +21,12 @@ def json_schema(*, schema: Mapping[str, Any] | bool | str, parses: float = 0.0) 
 
     if not 0 <= parses <= 1:
         raise ValueError(f"parses: expected a share from 0 to 1, got {parses}")
-    content = _read(Path(schema)) if isinstance(schema, str) else schema
+    content: Any = _read(Path(schema)) if isinstance(schema, str) else schema
     if not isinstance(content, Mapping | bool):
         raise ValueError(f"schema: expected a JSON object, got {content!r:.80}")  # noqa: TRY004 (a setting's value)
     kind = validator_for(content, default=jsonschema.Draft202012Validator)
     try:
-        kind.check_schema(content)
+        kind.check_schema(content)  # pyright: ignore[reportArgumentType] (true and false are schemas too)
     except jsonschema.SchemaError as error:
         raise ValueError(f"schema: {error.json_path}: {error.message:.200}") from None
     # With a registry of its own nothing is fetched, whatever a reference says.

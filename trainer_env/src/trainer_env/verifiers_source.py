@@ -50,12 +50,12 @@ def tasks(key: str) -> list[Any]:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"data.source: the environment {name!r} cannot be imported: {error}.",
+            f"data.source: the environment {name!r} cannot be imported: {_line(error)}.",
             remedy="Install the environment's own package into .venvs/trainer; its name is what follows verifiers:.",
         ) from error
     except Exception as error:
         raise ConfigError(
-            f"data.source: the environment {name!r} cannot be loaded: {type(error).__name__}: {error}.",
+            f"data.source: the environment {name!r} cannot be loaded: {type(error).__name__}: {_line(error)}.",
             why="It was given data.args.",
         ) from error
     return found
@@ -75,6 +75,11 @@ def library() -> Any:
     if missing:
         raise ConfigError(f"data.source: this release of verifiers has no {', '.join(missing)}.", remedy=_INSTALL)
     return vf
+
+
+def _line(error: Exception) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _require_one_turn(name: str, taskset: Any, task: Any) -> None:
