@@ -24,9 +24,11 @@ class Curve:
 
 def chart(curves: Sequence[Curve], *, title: str, last_x: float = 0.0) -> str:
     """An SVG element. last_x: where the axis ends, if the points do not reach it yet."""
-    points = [(x, y) for curve in curves for x, y in curve.points if y is not None and math.isfinite(y)]
-    right = max([last_x, 1.0, *(x for x, _ in points)])
-    low, high = _range([y for _, y in points])
+    finite = [
+        (curve, [(x, y if y is not None and math.isfinite(y) else None) for x, y in curve.points]) for curve in curves
+    ]
+    right = max([last_x, 1.0, *(x for _, points in finite for x, _ in points)])
+    low, high = _range([y for _, points in finite for _, y in points if y is not None])
 
     def across(x: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * x / right
@@ -46,8 +48,8 @@ def chart(curves: Sequence[Curve], *, title: str, last_x: float = 0.0) -> str:
         ]
     for value in sorted({0, round(right / 2), round(right)}):
         parts.append(f'<text x="{across(value):.1f}" y="{HEIGHT - 10}" text-anchor="middle" fill="#888">{value}</text>')
-    for curve in curves:
-        parts += _drawn(curve, [(across(x), None if y is None else up(y)) for x, y in curve.points])
+    for curve, points in finite:
+        parts += _drawn(curve, [(across(x), None if y is None else up(y)) for x, y in points])
     parts += _legend(curves)
     return "".join([*parts, "</svg>"])
 

@@ -1,0 +1,93 @@
+"""From what people write to a run: which config holds, and what it is called."""
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bridge.errors import ConfigError
+from trainer_env import config, opening
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copy(ROOT / "configs" / "smoke.toml", tmp_path / "job.toml"))
+
+
+def made(run: str, *overrides: str, output_dir: str = "runs") -> None:
+    """A run's folder with its own config."""
+    folder = Path(output_dir) / run
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(config.to_toml(config.load(Path("job.toml"), [*overrides, f"run={run}"])))
+
+
+def test_a_new_run_is_named_after_its_file(job):
+    found, source = opening.find("job.toml", ["grpo.max_steps=3"])
+    assert found.run.startswith("job-")
+    assert (found.grpo.max_steps, found.output_dir, source) == (3, "runs", "job.toml")
+
+
+def test_without_a_file_it_is_the_demo_wherever_one_is(job):
+    found, source = opening.find(None, [], run="x")
+    assert found.model.name == "builtin:smollm2-135m-instruct"
+    assert source.endswith("configs/demo.toml")
+
+
+@pytest.mark.parametrize("name", ["smoke", "qwen-gsm8k"])
+def test_a_bare_name_is_one_that_comes_with_tandem(job, name):
+    assert opening.find(name, [])[1].endswith(f"configs/{name}.toml")
+
+
+def test_a_bare_name_that_does_not_come_with_it_is_a_file(job):
+    with pytest.raises(ConfigError, match="other"):
+        opening.find("other", [])
+
+
+def test_a_run_that_exists_goes_by_its_own_config_and_the_overrides(job):
+    made("old", "grpo.max_steps=7", "seed=5")
+    found, source = opening.find("job.toml", ["grpo.max_steps=9"], run="old")
+    assert (found.grpo.max_steps, found.seed, found.run) == (9, 5, "old")
+    assert source == "runs/old/config.toml"
+
+
+def test_an_override_only_has_to_fit_the_run_that_exists(job):
+    made("old", 'rewards=[{function="length",args={target=3}},{function="regex",args={pattern="w"}}]')
+    found, _ = opening.find(None, ["rewards.1.weight=2"], run="old", output_dir="runs")
+    assert found.rewards[1].weight == 2
+
+
+def test_a_run_that_was_moved_is_where_it_is_found(job):
+    made("old", output_dir="elsewhere")
+    found, _ = opening.find(None, [], run="old", output_dir="elsewhere")
+    assert found.run_dir == Path("elsewhere/old")
+
+
+def test_a_config_made_in_python_is_taken_as_it_is(job):
+    found, _ = opening.find(config.load(job), [], run="mine")
+    assert found.run == "mine"
+
+
+def test_a_missing_run_is_refused_with_the_nearest_name(job):
+    made("adding")
+    assert opening.existing("adding", "runs") == "adding"
+    with pytest.raises(ConfigError, match=r"no run 'ading'(.|\n)*Did you mean 'adding'"):
+        opening.existing("ading", "runs")
+
+
+def test_a_notebooks_server_waits_for_the_next_kernel(job, monkeypatch):
+    assert "keep_server_s" not in opening.find("job.toml", [])[0].server
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    assert opening.find("job.toml", [])[0].server["keep_server_s"] == opening.KEEP_SERVER_S
+    assert opening.find("job.toml", ["server.keep_server_s=5"])[0].server["keep_server_s"] == 5
+
+
+def test_several_trainer_processes_need_the_command_line(job):
+    found = config.load(job, ["placement.trainer_ranks=2", "placement.mode=cpu"])
+    with pytest.raises(ConfigError, match=r"2 processes(.|\n)*scripts/train\.py"):
+        opening.place_in_one_process(found, "job.toml")
