@@ -41,6 +41,14 @@ step "ruff, pyright, envs.lock"
 "$dev/pyright"
 "$dev/python" scripts/lock_envs.py check
 
+if ! command -v chromium chromium-browser google-chrome >/dev/null && [[ $EUID == 0 ]] && command -v apt-get >/dev/null; then
+    step "a browser, for the report's page"
+    (
+        export DEBIAN_FRONTEND=noninteractive
+        { apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; } >/dev/null
+    ) || echo "no browser could be installed: the tests of the report's page are skipped"
+fi
+
 step "tests/unit tests/integration"
 "$dev/python" -m pytest -q -n 3 --dist loadscope tests/unit tests/integration # They mostly wait for processes.
 if [[ $mode == --quick ]]; then

@@ -1,0 +1,63 @@
+"""The report of runs: one HTML page with its data, style and scripts inside, that asks no one for anything."""
+
+import base64
+import hashlib
+import html
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from trainer_env.arguments import version
+from trainer_env.report_data import differing, run_data, visible
+from trainer_env.run_reader import RunFiles
+
+_PARTS = Path(__file__).with_name("report_page")
+_SCRIPTS = ("base.js", "scales.js", "chart.js", "curves.js", "overview.js", "samples.js", "settings.js", "start.js")
+"""In the order in which they build on one another."""
+SAMPLE_BYTES = 2_500_000
+"""About what the samples of all runs together may take of the page."""
+
+
+def page(runs: Sequence[RunFiles]) -> bytes:
+    """The page, in UTF-8. Nothing that a model or a user wrote becomes markup: it is data, shown as text."""
+    labels = run_labels(runs)
+    data = {
+        "made": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "tandem": version(),
+        "runs": [
+            run_data(run, label=label, sample_bytes=SAMPLE_BYTES // len(runs))
+            for run, label in zip(runs, labels, strict=True)
+        ],
+        "differing": differing(runs) if len(runs) > 1 else [],
+    }
+    style, script = _part("style.css"), "\n".join(map(_part, _SCRIPTS))
+    parts = {
+        "<!--policy-->": f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'",
+        "/*style*/": style,
+        "/*script*/": script,
+        "/*data*/": msgspec.json.encode(data).decode().replace("<", "\\u003c"),  # No tag can end or begin in it.
+        "<!--title-->": html.escape(visible(", ".join(labels))),
+    }
+    text = _part("page.html")
+    for mark, content in parts.items():
+        before, _, after = text.partition(mark)
+        text = before + content + after
+    return text.encode()
+
+
+def run_labels(runs: Sequence[RunFiles]) -> list[str]:
+    """What to call each run: its name, and more of its path where two have the same."""
+    names = Counter(run.name for run in runs)
+    return [run.name if names[run.name] == 1 else f"{run.path.parent.name}/{run.name}" for run in runs]
+
+
+def _part(name: str) -> str:
+    return (_PARTS / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """How a content security policy names an inline style or script."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

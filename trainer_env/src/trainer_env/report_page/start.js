@@ -1,0 +1,5 @@
+showOverview();
+showLegend(showCurves());
+showSamples();
+showHeldOut();
+showSettings();
