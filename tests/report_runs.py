@@ -3,6 +3,9 @@
 import math
 import random
 from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
 
 from trainer_env import config
 from trainer_env.config import to_toml
@@ -63,24 +66,22 @@ def metrics(step: int, rng: random.Random) -> StepMetrics:
     )
 
 
-def sample(phase: Phase, step: int, rng: random.Random, **changes: object) -> Sample:
+def sample(phase: Phase, step: int, rng: random.Random, **changes: Any) -> Sample:
     """An attempt at a sum; of an evaluation, always at the same one for the same state of rng."""
     one, other = rng.randint(10, 60), rng.randint(10, 60)
     right = phase == "eval_after" or step > 20
-    return Sample(
-        **{
-            "phase": phase,
-            "step": step,
-            "version": max(0, step - (phase == "train")),
-            "prompt": f"What is {one} + {other}?",
-            "completion": f"{one + other}" if right else f"It may be {one} (step {step})",
-            "reward": float(right),
-            "rewards": {"integer_answer": float(right), "length": -0.25},
-            "answer": str(one + other),
-            "finish_reason": "stop" if right else "length",
-        }
-        | changes
+    attempt = Sample(
+        phase=phase,
+        step=step,
+        version=max(0, step - (phase == "train")),
+        prompt=f"What is {one} + {other}?",
+        completion=f"{one + other}" if right else f"It may be {one} (step {step})",
+        reward=float(right),
+        rewards={"integer_answer": float(right), "length": -0.25},
+        answer=str(one + other),
+        finish_reason="stop" if right else "length",
     )
+    return replace(attempt, **changes)
 
 
 def evaluate(run: Tracker, phase: Phase, step: int, rng: random.Random) -> None:

@@ -235,11 +235,10 @@ def test_pass_at_k_is_drawn_where_it_was_measured(show, tmp_path):
     folder = tmp_path / "passing"
     run = Tracker(folder, 2, display="none")
     run.step(metrics(1, random.Random(0)))
-    for phase, step, rate in (("eval_before", 0, 0.25), ("eval_after", 1, 0.5)):
+    for step, rate in ((0, 0.25), (1, 0.5)):
+        passed = {"1": rate, "4": rate * 2}
         run._evaluations_file.append(
-            Evaluation(
-                phase=phase, step=step, reward_mean=rate, examples=4, seconds=1, pass_at={"1": rate, "4": rate * 2}
-            )
+            Evaluation(phase="eval", step=step, reward_mean=rate, examples=4, seconds=1, pass_at=passed)
         )
     run.close()
     shown = show(folder)
@@ -301,6 +300,7 @@ def test_it_is_dark_for_those_who_like_it_and_fits_a_telephone(show, run):
     assert min(map(int, re.findall(r"\d+", ground(light)))) > 200
     dark.emulate_media(media="print", color_scheme="dark")
     assert dark.evaluate("() => getComputedStyle(document.documentElement).getPropertyValue('--ink')") == "#1c2126"
+    assert ground(dark) == "rgb(255, 255, 255)"
     light.set_viewport_size({"width": 380, "height": 800})
     assert light.evaluate("() => document.documentElement.scrollWidth") <= 380
     light.wait_for_function("() => document.querySelector('svg.plot').viewBox.baseVal.width < 380")
