@@ -72,13 +72,6 @@ def test_a_config_made_in_python_is_taken_as_it_is(job):
     assert found.run == "mine"
 
 
-def test_a_missing_run_is_refused_with_the_nearest_name(job):
-    made("adding")
-    assert opening.existing("adding", "runs") == "adding"
-    with pytest.raises(ConfigError, match=r"no run 'ading'(.|\n)*Did you mean 'adding'"):
-        opening.existing("ading", "runs")
-
-
 def test_a_notebooks_server_waits_for_the_next_kernel(job, monkeypatch):
     assert "keep_server_s" not in opening.find("job.toml", [])[0].server
     kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))

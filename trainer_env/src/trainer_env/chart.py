@@ -54,6 +54,10 @@ def chart(curves: Sequence[Curve], *, title: str, last_x: float = 0.0) -> str:
     return "".join([*parts, "</svg>"])
 
 
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """From 0 to 1 at least for what lies in there, as rewards do; else what there is, with some air."""
     if not values or (min(values) >= 0 and max(values) <= 1):

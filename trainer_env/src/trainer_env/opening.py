@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 
 from bridge.errors import ConfigError
-from bridge.settings import nearest
 from trainer_env import arguments
 from trainer_env.config import TrainConfig, load, named
 from trainer_env.config_checks import require_whole_groups
@@ -82,18 +81,6 @@ def _file(config: str | Path | None) -> Path:
     path = Path(config)
     shipped = demo.with_name(f"{path.name}.toml")
     return shipped if path.parent == Path() and not path.suffix and shipped.is_file() else path
-
-
-def existing(run: str, output_dir: str) -> str:
-    """The name of a run that exists. Raises ConfigError, with the nearest one."""
-    if (Path(output_dir) / run / "config.toml").is_file():
-        return run
-    runs = sorted(path.parent.name for path in Path(output_dir).glob("*/config.toml"))
-    near = nearest(run, runs)
-    raise ConfigError(
-        f"There is no run {run!r} in {Path(output_dir).absolute()}.",
-        remedy=f"Did you mean {near!r}?" if near else f"There are: {', '.join(runs) or 'none'}.",
-    )
 
 
 def _kept_in_a_kernel(config: TrainConfig) -> TrainConfig:

@@ -10,15 +10,34 @@ from pathlib import Path
 
 import msgspec
 
+from bridge.errors import ConfigError
 from trainer_env.arguments import version
+from trainer_env.jsonl import write_atomically
 from trainer_env.report_data import differing, run_data, visible
-from trainer_env.run_reader import RunFiles
+from trainer_env.run_reader import RunFiles, read_run
 
 _PARTS = Path(__file__).with_name("report_page")
 _SCRIPTS = ("base.js", "scales.js", "chart.js", "curves.js", "overview.js", "samples.js", "settings.js", "start.js")
 """In the order in which they build on one another."""
+FILE = "report.html"
 SAMPLE_BYTES = 2_500_000
 """About what the samples of all runs together may take of the page."""
+
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of some runs' folders; where it is. out: default: report.html in the first one.
+
+    Raises ConfigError where there is no folder for it, and BridgeError for a disk that refuses.
+    """
+    # By its path, so that a run that is named twice is shown once.
+    runs = list({folder.resolve(): read_run(folder) for folder in folders}.values())
+    path = Path(out) if out else folders[0] / FILE
+    if path.is_dir():
+        path /= FILE
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}.", remedy="Make it first.")
+    write_atomically(path, page(runs))
+    return path
 
 
 def page(runs: Sequence[RunFiles]) -> bytes:

@@ -36,6 +36,11 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: dict[str, int] = {}
     """File -> lines that are no records. The last line of a file that is being written is not counted."""
 
+    def _repr_html_(self) -> str:
+        from trainer_env.notebook_view import drawn
+
+        return drawn(self.steps, self.evaluations)
+
 
 def find_run(name: str, output_dir: Path) -> Path:
     """The folder of a run, by its name in output_dir or by its path. Raises ConfigError."""

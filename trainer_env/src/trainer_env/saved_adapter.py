@@ -8,37 +8,47 @@ from typing import Any
 import numpy as np
 
 from bridge.digest import digest
-from bridge.protocol import AdapterLoaded, PublishAdapter
+from bridge.protocol import AdapterLoaded, PublishAdapter, ServerStatus, Status
 from trainer_env import best_adapter
 from trainer_env.checkpoints import last_checkpoint, step_of
+from trainer_env.config import RolloutConfig
 from trainer_env.server import Server
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def last(run_dir: Path) -> int:
-    """The optimizer step of the newest adapter that a run has saved; 0: it has none."""
-    checkpoint = last_checkpoint(run_dir / "checkpoints")
-    return step_of(checkpoint) if checkpoint else 0
+def missing(server: Server, run_dir: Path, version: int) -> Path | None:
+    """The folder of a version (-1: the newest) that the run has saved and the server does not hold.
 
-
-def find(run_dir: Path, step: int) -> Path | None:
-    """The folder of a step's adapter: a checkpoint, or the best one."""
-    checkpoint = run_dir / "checkpoints" / f"checkpoint-{step}"
-    if step_of(checkpoint) == step:
+    None: it holds it, or nobody has it, which the server says when it is asked.
+    """
+    status: ServerStatus = server.ask(Status())
+    if version < 0:
+        return None if status.version else last_checkpoint(run_dir / "checkpoints")
+    if version == 0 or version in status.loaded:
+        return None
+    checkpoint = run_dir / "checkpoints" / f"checkpoint-{version}"
+    if step_of(checkpoint) == version:
         return checkpoint
     best = best_adapter.read(run_dir)
-    return run_dir / "best" if best and best.step == step else None
+    return run_dir / best_adapter.NAME if best and best.version == version else None
 
 
-def publish(server: Server, folder: Path, version: int, *, dtype: str, timeout_s: float) -> AdapterLoaded:
-    """Make the server serve a saved adapter. dtype: what training publishes in. Raises what the server answers."""
-    payload = packed((folder / FILE).read_bytes(), dtype)
+def publish(server: Server, folder: Path, rollout: RolloutConfig) -> AdapterLoaded:
+    """Make the server serve a saved adapter under its step. folder: of a checkpoint, or best/.
+
+    Raises what the server answers: StaleVersion for one that is older than what this session has had it serve.
+    """
+    payload = packed((folder / FILE).read_bytes(), rollout.publish_dtype)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if config.get("use_rslora"):  # As training publishes it: a plain scaling, which both engines compute.
         config |= {"use_rslora": False, "lora_alpha": config["lora_alpha"] * math.sqrt(config["r"])}
+    best = best_adapter.read(folder.parent) if folder.name == best_adapter.NAME else None
     request = PublishAdapter(
-        version=version, digest=digest(payload), adapter_config=config | {"inference_mode": True}, deadline_s=timeout_s
+        version=best.version if best else step_of(folder),
+        digest=digest(payload),
+        adapter_config=config | {"inference_mode": True},
+        deadline_s=rollout.publish_timeout_s,
     )
     return server.ask(request, payload)
 

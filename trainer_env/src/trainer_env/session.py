@@ -14,12 +14,12 @@ from trainer_env.config import TrainConfig, to_toml
 from trainer_env.display import Display, Mode, open_display
 from trainer_env.environment_record import write_environment
 from trainer_env.evaluation import Answered, evaluate
-from trainer_env.history import History
 from trainer_env.interrupts import Interrupts
 from trainer_env.jsonl import write_atomically
 from trainer_env.placement import Placement
 from trainer_env.records import Summary
 from trainer_env.run_folder import RunLock, needing_room, step_to_resume
+from trainer_env.run_reader import RunFiles, find_run, read_run
 from trainer_env.sampler import Sampler
 from trainer_env.server import Server
 from trainer_env.server_process import versions
@@ -93,7 +93,8 @@ class Session:
     @classmethod
     def attach(cls, run: str, *overrides: str, output_dir: str = "runs") -> Self:
         """A run that exists, as `open` gives it. Raises ConfigError, with the nearest name, when there is none."""
-        return cls.open(None, *overrides, run=opening.existing(run, output_dir), output_dir=output_dir)
+        folder = find_run(run, Path(output_dir))
+        return cls.open(None, *overrides, run=folder.name, output_dir=str(folder.parent))
 
     @property
     def aio(self) -> "AsyncSession":
@@ -200,9 +201,16 @@ class Session:
             return client.ask(p.Status())
 
     @property
-    def history(self) -> History:
-        """What the run has recorded so far: steps, samples, evaluations."""
-        return History.of(self.config.run_dir)
+    def history(self) -> RunFiles:
+        """What the run has recorded so far: steps, samples, evaluations, and the summary of one that has ended."""
+        return read_run(self.config.run_dir)
+
+    def report(self, *others: str | Path) -> Path:
+        """Write the run's report, with other runs (names or folders) beside it; where it is. Raises ConfigError."""
+        from trainer_env.report import write_report
+
+        output_dir = Path(self.config.output_dir)
+        return write_report([self.config.run_dir, *(find_run(str(other), output_dir) for other in others)])
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -304,8 +312,10 @@ class Session:
 
     def _asking(self, version: Version) -> Sampler:
         """How people ask a version: with a tokenizer that needs no torch, of a server that holds it."""
-        client = self._connected()
-        self._serve(client, completing.number_of(version))
+        client, number = self._connected(), completing.number_of(version)
+        if folder := saved_adapter.missing(client, self.config.run_dir, number):
+            with self._turns.servers():
+                saved_adapter.publish(client, folder, self.config.rollout)
         if self._sampler is None:
             from trainer_env import tokenizing
 
@@ -318,21 +328,6 @@ class Session:
                 turns=self._turns,
             )
         return self._sampler
-
-    def _serve(self, client: Server, version: int) -> None:
-        """Have the server serve what the run has saved of a version, if it does not hold it; the newest for -1."""
-        run_dir, rollout = self.config.run_dir, self.config.rollout
-        held: p.ServerStatus = client.ask(p.Status())
-        wanted = saved_adapter.last(run_dir) if version < 0 else version
-        if not wanted or wanted in held.loaded or (version < 0 and held.version):
-            return
-        folder = saved_adapter.find(run_dir, wanted)
-        if folder is None:
-            return  # The server says what it has.
-        with self._turns.servers():
-            saved_adapter.publish(
-                client, folder, wanted, dtype=rollout.publish_dtype, timeout_s=rollout.publish_timeout_s
-            )
 
     @property
     def _shown(self) -> Display:

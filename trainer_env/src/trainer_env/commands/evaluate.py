@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.errors import ConfigError
-from bridge.settings import nearest
 from trainer_env import best_adapter, config
 from trainer_env.completing import Version
 from trainer_env.evaluation import Answered
+from trainer_env.run_reader import find_run
 
 VERSIONS = ("base", "best", "last")
 
@@ -18,7 +18,7 @@ VERSIONS = ("base", "best", "last")
 def main(argv: Sequence[str]) -> int:
     """Its exit status. Raises ConfigError, and what a Session raises."""
     options = _parser().parse_args(argv)
-    run_dir = _run_dir(options.run)
+    run_dir = find_run(options.run, Path("runs")).resolve()
     wanted = {*(["base"] if options.base else []), *(options.version or ["last"])}
     # In this order, for a server takes adapters in the order of their steps.
     versions = {name: _version(name, run_dir) for name in VERSIONS if name in wanted}
@@ -63,20 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-examples", type=_count, metavar="N", help="only the first N held-out examples")
     add("--json", action="store_true", help="print the figures as JSON")
     return parser
-
-
-def _run_dir(run: str) -> Path:
-    """The folder of a run that is named by its folder, or by its name under runs/. Raises ConfigError."""
-    for folder in (Path(run), Path("runs") / run):
-        if (folder / "config.toml").is_file():
-            return folder.resolve()
-    runs = sorted(path.parent.name for path in Path("runs").glob("*/config.toml"))
-    near = nearest(run, runs)
-    raise ConfigError(
-        f"There is no run {run!r}.",
-        why="A run is a folder with a config.toml, named by its path or by its name under runs/.",
-        remedy=f"Did you mean {near!r}?" if near else f"There are: {', '.join(runs) or 'none'}.",
-    )
 
 
 def _version(name: str, run_dir: Path) -> Version:
