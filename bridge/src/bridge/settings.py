@@ -1,6 +1,7 @@
 """Strict configuration: TOML to msgspec Structs. Every error has the key, what was expected and the nearest name."""
 
 import difflib
+import itertools
 import re
 import tomllib
 import types
@@ -50,6 +51,64 @@ def decode_dict(data: dict[str, Any], type_: type[T], source: str) -> T:
         return msgspec.convert(data, type_, strict=True)
     except msgspec.ValidationError as error:
         raise _explain(str(error), data, type_, source) from None
+
+
+def problems(data: dict[str, Any], type_: type[Any], source: str) -> list[ConfigError]:
+    """Everything that plain data has wrong, one error a key: what `decode_dict` would say of each if it were alone.
+
+    A wrong value is left out, and one that is missing filled in, to see what else there is.
+    """
+    found: list[ConfigError] = []
+    rest, seen = _copy(data), set[tuple[str, ...]]()
+    while True:
+        try:
+            msgspec.convert(rest, type_, strict=True)
+        except msgspec.ValidationError as error:
+            where = _where(str(error))
+            if where in seen and not _MISSING.match(str(error)):
+                return found  # Leaving it out changed nothing: there is no telling what else is wrong.
+            if not any(where[:length] in seen for length in range(1, len(where) + 1)):
+                found.append(_explain(str(error), rest, type_, source))
+            seen.add(where)
+            if not _mend(rest, str(error), where, type_):
+                return found
+        else:
+            return found
+
+
+def _where(message: str) -> tuple[str, ...]:
+    """The keys that lead to what an error is about; to the whole list, where it is about an item."""
+    matched = _AT.match(message)
+    assert matched
+    steps = _STEP.findall(matched["path"] or "$")
+    keys = list(itertools.takewhile(lambda key: key != "...", (field or index for field, index in steps)))
+    if named := _UNKNOWN.match(matched["what"]) or _MISSING.match(matched["what"]):
+        return (*keys, named["name"])
+    while keys and not steps[len(keys) - 1][0]:
+        keys.pop()
+    return tuple(keys)
+
+
+def _mend(data: Any, message: str, where: tuple[str, ...], type_: Any) -> bool:
+    """Take out what an error is about, or put something in its place if it is needed; whether that could be done."""
+    matched = _AT.match(message)
+    assert matched
+    if not where:
+        return False
+    *parents, last = where
+    place, within = _Place("", type_, data), data
+    for key in parents:
+        place = place.item(key) if isinstance(within, list) else place.field(key)
+        within = within[int(key)] if isinstance(within, list) else within[key]
+    if not _MISSING.match(matched["what"]):
+        del within[last]
+        return True
+    wanted = place.field(last).wanted
+    stand_ins = ("x", 1, 0.5, True, [], {}, [{}])
+    fitting = [value for value in stand_ins if _fits(value, wanted)]
+    # A table, or a list of them, that has needs of its own: they are seen next.
+    within[last] = _copy(fitting[0]) if fitting else [{}] if typing.get_origin(_members(wanted)[0]) is tuple else {}
+    return True
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

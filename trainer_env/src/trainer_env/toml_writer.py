@@ -2,31 +2,50 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+Remark = Callable[[str], str]
+"""What to say of a setting, by its dotted key; nothing: an empty string."""
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def write_toml(data: Mapping[str, Any]) -> str:
-    """TOML text of strings, numbers, booleans, lists and tables. A None is left out: TOML has no word for it."""
-    return "\n".join(_table(data, ())).strip() + "\n"
+def write_toml(data: Mapping[str, Any], remark: Remark | None = None) -> str:
+    """TOML text of strings, numbers, booleans, lists and tables. A None is left out: TOML has no word for it.
+
+    remark: what stands in a comment behind a setting; where a None is remarked upon, that comment is all there is.
+    """
+    return "\n".join(_table(data, (), "", remark or (lambda _: ""))).strip() + "\n"
 
 
-def _table(data: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """A table's own values first: a line below a sub-table's heading would belong to that one."""
+def _table(data: Mapping[str, Any], path: tuple[str, ...], at: str, remark: Remark) -> Iterator[str]:
+    """A table's own values first: a line below a sub-table's heading would belong to that one.
+
+    at: the dotted key of the table, tables of a list by their number.
+    """
     for key, value in data.items():
-        if not (value is None or isinstance(value, Mapping) or _is_tables(value)):
-            yield f"{_key(key)} = {_value(value)}"
+        if isinstance(value, Mapping) or _is_tables(value):
+            continue
+        said = remark(f"{at}{key}")
+        if value is not None:
+            yield f"{_key(key)} = {_value(value)}" + (f"  # {said}" if said else "")
+        elif said:
+            yield f"# {_key(key)} {said}"
     for key, value in data.items():
         name = (*path, _key(key))
         if isinstance(value, Mapping):
             yield f"\n[{'.'.join(name)}]"
-            yield from _table(value, name)
+            yield from _table(value, name, f"{at}{key}.", remark)
         elif _is_tables(value):
-            for item in value:
+            for index, item in enumerate(value):
                 yield f"\n[[{'.'.join(name)}]]"
-                yield from _table(item, name)
+                yield from _table(item, name, f"{at}{key}.{index}.", remark)
+
+
+def toml_value(value: Any) -> str:
+    """A value as it is written in TOML; an unset one in words."""
+    return "not set" if value is None else _value(value)
 
 
 def _is_tables(value: Any) -> bool:

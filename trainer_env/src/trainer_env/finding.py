@@ -1,0 +1,45 @@
+"""A run, or a config, by what people call it: a run's name, its folder, a TOML file."""
+
+from pathlib import Path
+
+from bridge.errors import ConfigError
+from bridge.settings import nearest
+
+RUNS = Path("runs")
+"""Where a name is looked for: what output_dir is unless a config says otherwise."""
+CONFIG = "config.toml"
+
+
+def find_run(name: str, runs: Path = RUNS) -> Path:
+    """The folder of a run. Raises ConfigError with the nearest name."""
+    for folder in (Path(name), runs / name):
+        if (folder / CONFIG).is_file():
+            return folder
+    raise ConfigError(f"There is no run {name!r}, here or in {runs}.", remedy=_others(name, runs))
+
+
+def find_config(name: str, runs: Path = RUNS) -> Path:
+    """The TOML file that a name stands for. Raises ConfigError with the nearest name."""
+    if is_config(name, runs):
+        return Path(name) if Path(name).is_file() else find_run(name, runs) / CONFIG
+    raise ConfigError(
+        f"{name}: there is no such file, and no run of that name in {runs}.", remedy=_others(name, runs, "*.toml")
+    )
+
+
+def is_config(name: str, runs: Path = RUNS) -> bool:
+    """Whether there is a config of that name."""
+    return Path(name).is_file() or any((folder / CONFIG).is_file() for folder in (Path(name), runs / name))
+
+
+def config_name(path: Path) -> str:
+    """What to call a config in a table: a run by its name, a file by its path."""
+    return path.parent.name if path.name == CONFIG and path.parent.name else str(path)
+
+
+def _others(name: str, runs: Path, files: str = "") -> str:
+    known = {folder.parent.name: folder.parent.name for folder in sorted(runs.glob(f"*/{CONFIG}"))}
+    if files:
+        known |= {path.name: str(path) for path in sorted(Path(name).parent.glob(files))}
+    near = nearest(Path(name).name, list(known))
+    return f"Did you mean {known[near]}?" if near else f"There are: {', '.join(known.values()) or 'none'}."
