@@ -1,0 +1,249 @@
+"""tandem-train config: what it shows, finds wrong and finds different, as text and as exit statuses."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from bridge.errors import ConfigError
+from bridge.settings import problems
+from trainer_env import cli, config, config_tools
+from trainer_env.config import TrainConfig
+from trainer_env.setting_words import demo_comments, known_keys, words
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+DEMO = CONFIGS / "demo.toml"
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """tandem-train config in an empty folder: (exit status, what it printed)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        code = cli.main(["config", *map(str, argv)])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return run
+
+
+@pytest.fixture
+def no_server_half(monkeypatch, tmp_path):
+    """An installation without server environments: what its check costs is not spent."""
+    monkeypatch.setenv("TANDEM_VENVS", str(tmp_path / "none"))
+
+
+def a_run(name, *overrides, output_dir="runs"):
+    folder = Path(output_dir) / name
+    folder.mkdir(parents=True)
+    loaded = config.load(DEMO, [f'run="{name}"', f'output_dir="{output_dir}"', *overrides])
+    (folder / "config.toml").write_text(config.to_toml(loaded))
+    return folder
+
+
+def test_what_is_shown_is_the_config_with_every_default(run, tmp_path):
+    code, text = run("show", DEMO, "--set", "grpo.beta=0.5")
+    shown = tmp_path / "shown.toml"
+    shown.write_text(text)
+    assert code == 0
+    assert config.load(shown) == config.load(DEMO, ["grpo.beta=0.5"])
+    assert "\nbeta = 0.5  # default: 0.0\n" in text
+    assert "\nepsilon = 0.2\n" in text
+    assert "\n# steps_per_generation is not set\n" in text
+    shown_keys = {
+        line.lstrip("# ").split(" ")[0] for line in text.splitlines() if " = " in line or "is not set" in line
+    }
+    assert set(config.GrpoConfig.__struct_fields__) - {"extra"} <= shown_keys
+
+
+def test_only_what_is_changed_makes_the_same_config(run, tmp_path):
+    _, text = run("show", DEMO, "--changed", "--set", 'vllm={extra_args=["--x"]}', "--set", "grpo.extra.delta=2")
+    shown = tmp_path / "shown.toml"
+    shown.write_text(text)
+    assert config.load(shown) == config.load(DEMO, ['vllm={extra_args=["--x"]}', "grpo.extra.delta=2"])
+    assert tomllib.loads(text)["grpo"] == {
+        "per_device_train_batch_size": 16,
+        "max_steps": 36,
+        "learning_rate": 3e-4,
+        "adam_beta2": 0.99,
+        "max_completion_length": 12,
+        "extra": {"delta": 2},
+    }
+    assert "temperature" not in text
+
+
+def test_a_setting_is_looked_up_with_its_value_default_type_and_meaning(run):
+    code, text = run("show", DEMO, "grpo.learning_rate")
+    assert code == 0
+    for part in ("grpo.learning_rate = 0.0003", "1e-05", "a number above 0", "LoRA takes 10 to 100 times"):
+        assert part in text
+    assert 'one of "none", "all", "lora_only"' in run("show", "lora.bias")[1]
+    assert "For one batch of completions." in run("show", DEMO, "rewards.0.timeout_s")[1]
+    assert "evaluation.keep_best = true" in run("show", "evaluation")[1]
+    assert 'server.backend = "vllm"' in run("show", "server.backend")[1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("grpo.lerning_rate", "Did you mean grpo.learning_rate?"),
+        ("rewards.0.wieght", "Did you mean rewards.weight?"),
+        ("zzz.zzz", "The sections are model"),
+        ("vllm.max_num_seqs", "belongs to the server half"),
+        ("evalution", "grpo.learning_rate"),
+    ],
+)
+def test_a_setting_that_is_none_names_the_nearest(run, wrong, near):
+    code, text = run("show", wrong)
+    assert code == 2
+    assert near in text
+
+
+def test_a_run_is_found_by_its_name_and_by_its_folder(run):
+    a_run("adding", "grpo.max_steps=7")
+    for name in ("adding", "runs/adding", "runs/adding/config.toml"):
+        assert "grpo.max_steps = 7" in run("show", name, "grpo.max_steps")[1]
+    a_run("elsewhere", output_dir="others")
+    assert run("--runs", "others", "show", "elsewhere")[0] == 0
+    code, text = run("show", "runs/addin")
+    assert code == 2
+    assert "Did you mean adding?" in text
+
+
+def test_every_setting_has_words():
+    for key in known_keys():
+        told = words(key, DEMO)
+        assert told.takes
+        assert "a value" not in told.takes
+        assert told.section
+    with pytest.raises(ConfigError):
+        words("no.such", DEMO)
+
+
+def test_comments_are_read_where_people_write_them():
+    text = """
+# Above everything.
+
+a = 1   # behind "a"
+[one]   # a heading
+# Above b,
+# on two lines.
+b = "x # no comment"  # and behind.
+      # It goes on.
+plain = 3
+# off = 0   # what it would do
+[[two]]
+c = ['#']
+"""
+    assert demo_comments(text) == {
+        "a": 'behind "a"',
+        "one.b": "Above b, on two lines. and behind. It goes on.",
+        "one.off": "what it would do",
+    }
+
+
+def test_a_good_config_is_one_line(run, no_server_half):
+    code, text = run("check", DEMO, CONFIGS / "smoke.toml", "--load")
+    assert code == 0
+    assert [line.partition(";")[0] for line in text.splitlines()] == [f"{DEMO}: good", f"{CONFIGS}/smoke.toml: good"]
+    assert "not checked: the server half: The environment of the vllm server is missing" in text
+
+
+def test_everything_that_is_wrong_is_said(run, no_server_half, tmp_path):
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("""
+        color = "red"
+        [model]
+        nam = "x"
+        [[rewards]]
+        function = "length"
+        wieght = 1
+        [grpo]
+        beta = -1
+        max_steps = "many"
+        [tracking]
+        report_to = ["wanb"]
+    """)
+    code, text = run("check", wrong, DEMO)
+    assert code == 2
+    for part in (
+        "color: there is no such key",
+        "Did you mean model.name?",
+        "model.name: is missing",
+        "Did you mean rewards[0].weight?",
+        "grpo.beta: expected float >= 0.0, got -1",
+        "grpo.max_steps: expected int, got str ('many')",
+        "nearest valid value is 'wandb'",
+        f"{DEMO}: good",
+    ):
+        assert part in text
+    assert text.count(f"{wrong}: ") == 7
+
+
+def test_what_does_not_go_together_does_not_exist_or_is_not_installed_is_said(run, no_server_half):
+    _, text = run("check", DEMO, "--set", "grpo.top_p=0.5", "--set", "lora.use_dora=true")
+    assert text.count(f"{DEMO}: ") == 3  # The third says that the server half was not asked.
+    code, text = run("check", DEMO, "--load", "--set", "data.source=none.jsonl", "--set", "rewards.0.function=lenth")
+    assert code == 2
+    assert "none.jsonl" in text
+    assert "Did you mean 'length'?" in text
+    code, text = run("check", DEMO, "--set", "tracking.report_to=['swanlab', 'comet_ml']")
+    assert code == 2
+    assert "bin/python swanlab comet-ml" in text
+    assert run("check", "demi.toml")[0] == 2
+
+
+def test_the_server_half_is_asked_where_it_is_installed(run, tmp_path, monkeypatch):
+    program = tmp_path / "venvs" / "server-vllm" / "bin" / "tandem-server"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho 'it does not like this' >&2\nexit 2\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("TANDEM_VENVS", str(tmp_path / "venvs"))
+    code, text = run("check", DEMO)
+    assert code == 2
+    assert "The server half refuses this configuration" in text
+    assert "it does not like this" in text
+    program.write_text("#!/bin/sh\necho vllm serve\n")
+    assert run("check", DEMO) == (0, f"{DEMO}: good\n")
+
+
+def test_a_machine_that_cannot_run_a_config_does_not_make_it_wrong(run, tmp_path, monkeypatch):
+    program = tmp_path / "venvs" / "server-vllm" / "bin" / "tandem-server"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    monkeypatch.setenv("TANDEM_VENVS", str(tmp_path / "venvs"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, text = run("check", DEMO, "--set", "placement.mode=split")
+    assert code == 0
+    assert "not checked: the server half, since this machine cannot run it" in text
+
+
+def test_configs_that_differ_are_a_table_and_the_same_ones_nothing(run):
+    a_run("one", "grpo.max_steps=7", "rollout.max_staleness=1")
+    a_run("two", "grpo.max_steps=8", "server.data_parallel=2")
+    assert run("diff", "one", "runs/one") == (0, "")
+    code, text = run("diff", "one", "two")
+    assert code == 1
+    assert [line.split() for line in text.splitlines()] == [
+        ["key", "one", "two"],
+        ["grpo.max_steps", "7", "8"],
+        ["rollout.max_staleness", "1", "not", "set"],
+        ["server.data_parallel", "not", "set", "2"],
+    ]
+    code, text = run("diff", "one", "one", "--all")
+    assert code == 0
+    assert len(text.splitlines()) > 80
+
+
+def test_a_default_that_is_written_out_is_no_difference(run, tmp_path):
+    short, long = tmp_path / "short.toml", tmp_path / "long.toml"
+    short.write_text('[model]\nname = "m"\n[[rewards]]\nfunction = "length"\n')
+    long.write_text(config_tools.show(config.load(short)))
+    assert run("diff", short, long) == (0, "")
+
+
+def test_a_wrong_value_hides_no_other_one_however_deep():
+    found = problems({"rewards": 5, "model": {"name": 3}, "grpo": {"a": 1, "b": 2}}, TrainConfig, "x")
+    assert [error.what.split(":")[1].strip() for error in found] == ["rewards", "model.name", "grpo.a", "grpo.b"]
+    assert problems({"rewards": [{"function": "x"}], "model": {"name": "m"}}, TrainConfig, "x") == []

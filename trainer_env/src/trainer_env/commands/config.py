@@ -1,0 +1,137 @@
+"""tandem-train config: show, check or compare configurations. Starts nothing."""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from bridge.errors import ConfigError
+from trainer_env import arguments, config, config_tools
+from trainer_env.cli import EXIT_CONFIG
+from trainer_env.config_checking import check
+from trainer_env.finding import RUNS, config_name, find_config, is_config
+from trainer_env.setting_words import known_keys, words
+
+_EPILOG = """\
+examples:
+  config show                                    the demo, with every default written out
+  config show my.toml --changed                  only what differs from the defaults
+  config show grpo.learning_rate                 what a setting means, takes, and is
+  config show adding grpo.learning_rate          the same, with its value in runs/adding
+  config check my.toml configs/*.toml --load     is all well? reads data and rewards too
+  config diff adding my.toml                     what is different between a run and a file
+"""
+EXIT_DIFFERENT = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 0; for `check` 2 when something is wrong, for `diff` 1 when the configs differ."""
+    options = _parser().parse_args(argv)
+    return options.work(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem-train config",
+        description="Show, check or compare configurations. A config is a TOML file, a run's folder, or a run's name.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="where runs are (default: runs)")
+    jobs = parser.add_subparsers(required=True, metavar="show|check|diff")
+
+    show = jobs.add_parser("show", help="a config with every default, or what one setting means")
+    show.add_argument("what", nargs="*", metavar="CONFIG|KEY", help="a config (default: the demo), a setting, or both")
+    show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    show.set_defaults(work=_show)
+
+    checked = jobs.add_parser("check", help="everything that is wrong with a config")
+    checked.add_argument("configs", nargs="+", metavar="CONFIG")
+    checked.add_argument("--load", action="store_true", help="read the data and the reward functions as well")
+    checked.set_defaults(work=_check)
+    for job in (show, checked):
+        job.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as if the config said so")
+
+    diff = jobs.add_parser("diff", help="the settings that differ between two configs")
+    diff.add_argument("configs", nargs=2, metavar="CONFIG")
+    diff.add_argument("--all", action="store_true", help="the settings that are the same as well")
+    diff.set_defaults(work=_diff)
+    return parser
+
+
+def _show(options: argparse.Namespace) -> int:
+    name, key = _config_and_key(options.what, options.runs)
+    path = find_config(name, options.runs) if name else arguments.demo()
+    loaded = config.load(path, options.set)
+    if key:
+        _explain(key, loaded, path)
+    else:
+        print((config_tools.show_changed if options.changed else config_tools.show)(loaded), end="")
+    return 0
+
+
+def _config_and_key(what: Sequence[str], runs: Path) -> tuple[str, str]:
+    """Which word names a config and which a setting; empty: not given."""
+    match what:
+        case []:
+            return "", ""
+        case [name] if is_config(name, runs):
+            return name, ""
+        case [name] if name.endswith(".toml") or "/" in name:
+            return name, ""  # There is none: that is said when it is looked for.
+        case [key]:
+            head = key.partition(".")[0]
+            if head in known_keys() or "." in key:
+                return "", key
+            raise ConfigError(
+                f"{key!r} is neither a setting nor a config: no such file, no such run in {runs}.",
+                remedy="A setting has its section before it, as in grpo.learning_rate.",
+            )
+        case [name, key]:
+            return name, key
+    raise ConfigError("config show takes a config, a setting, or a config and a setting.")
+
+
+def _explain(key: str, loaded: config.TrainConfig, path: Path) -> None:
+    values = config_tools.settings(loaded)
+    if key in values and key.partition(".")[0] in config_tools.OTHER_HALF:
+        print(f"{key} = {config_tools.toml_value(values[key].value)}  ({path})")
+        print("the server half's: see configs/demo.toml and docs/backends.md")
+        return
+    told = words(key, arguments.demo())
+    below = {name: setting for name, setting in values.items() if name == key or name.startswith(f"{key}.")}
+    for name, setting in below.items():
+        print(f"{name} = {config_tools.toml_value(setting.value)}  ({config_name(path)})")
+    rows = [("default", told.default or "none: it has to be set"), ("takes", told.takes)] if key in values else []
+    rows += [("means", " — ".join(told.meaning))] if told.meaning else []
+    rows += [("section", told.section)]
+    for name, text in rows:
+        print(textwrap.fill(text, 118, initial_indent=f"{name:<9}", subsequent_indent=" " * 9))
+
+
+def _check(options: argparse.Namespace) -> int:
+    good = True
+    for name in options.configs:
+        try:
+            path = find_config(name, options.runs)
+        except ConfigError as error:
+            print(error)
+            good = False
+            continue
+        verdict = check(path, options.set, load=options.load)
+        good = good and verdict.good
+        for line in verdict.lines():
+            print(line, flush=True)
+    return 0 if good else EXIT_CONFIG
+
+
+def _diff(options: argparse.Namespace) -> int:
+    paths = [find_config(name, options.runs) for name in options.configs]
+    one, other = (config.load(path) for path in paths)
+    different = config_tools.compare(one, other)
+    rows = config_tools.compare(one, other, same=True) if options.all else different
+    if rows:
+        for line in config_tools.table(rows, (config_name(paths[0]), config_name(paths[1]))):
+            print(line)
+    return EXIT_DIFFERENT if different else 0
