@@ -179,6 +179,8 @@ def build_trainer(
 
     from trainer_env.agreement import Agreement
     from trainer_env.prover import Prover
+    from trainer_env.report_to import filled_in, variables
+    from trainer_env.reporters import Reporters
     from trainer_env.scoring import Scoring
     from trainer_env.step_report import StepReport
     from trainer_env.trl_shim import using_sampling_logprobs
@@ -205,17 +207,19 @@ def build_trainer(
         enough=enough,
         stop=stop,
     )
-    trainer = using_sampling_logprobs(GRPOTrainer)(
-        model=policy.model,
-        args=_arguments(config, scoring.weights),
-        reward_funcs=scoring.functions(),
-        train_dataset=training_rows(rollouts.schedule),
-        processing_class=policy.tokenizer,
-        rollout_func=rollouts,
-        callbacks=[report],
-    )
+    with filled_in(variables(config)):  # Trackers are made with it.
+        trainer = using_sampling_logprobs(GRPOTrainer)(
+            model=policy.model,
+            args=_arguments(config, scoring.weights),
+            reward_funcs=scoring.functions(),
+            train_dataset=training_rows(rollouts.schedule),
+            processing_class=policy.tokenizer,
+            rollout_func=rollouts,
+            callbacks=[report],
+        )
     for display in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(display)
+    Reporters(config, tracker).take_from(trainer)
 
     def publish() -> None:
         if trainer.accelerator.is_main_process:

@@ -18,6 +18,7 @@ from trainer_env.interrupts import Interrupts
 from trainer_env.jsonl import write_atomically
 from trainer_env.placement import Placement
 from trainer_env.records import Summary
+from trainer_env.report_to import require_packages
 from trainer_env.run_folder import RunLock, needing_room, step_to_resume
 from trainer_env.run_reader import RunFiles, find_run, read_run
 from trainer_env.sampler import Sampler
@@ -60,6 +61,7 @@ class Session:
         self._source = source
         self._resume = resume
         self._by_hand = by_hand
+        require_packages(config.tracking.report_to)
         self._rewards = rewards.load(config.rewards)
         self._data = data.load(config.data, config.seed)
         self._interrupts = Interrupts(say=self._say)

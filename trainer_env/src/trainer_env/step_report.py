@@ -13,6 +13,7 @@ from trainer_env.agreement import Agreement, Figures
 from trainer_env.prover import Prover
 from trainer_env.publisher import Publisher
 from trainer_env.records import StepMetrics
+from trainer_env.report_to import step_figures
 from trainer_env.rollouts import Batch, Rollouts
 from trainer_env.scoring import Scoring
 from trainer_env.tracking import Tracker
@@ -58,11 +59,14 @@ class StepReport(TrainerCallback):
         self._carried: dict[str, float] = {}
 
     def on_train_begin(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
-        """Publish what a resumed run goes on from, and start the clock. Raises Enough."""
+        """Publish what a resumed run goes on from. Raises Enough."""
         if state.is_world_process_zero and state.global_step:
             self._publish(state.global_step)
         if self._is_enough():
             raise Enough
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock: trackers have started by now."""
         self._mark = time.perf_counter()
 
     def on_pre_optimizer_step(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
@@ -92,6 +96,8 @@ class StepReport(TrainerCallback):
     ) -> TrainerControl:
         """Record the step, now that TRL has its figures; end the run, with a checkpoint, when that was enough.
 
+        Tandem's own figures are added for the trackers, which are told next.
+
         Called once a step, and once more at the end of training.
         """
         if "learning_rate" not in logs:
@@ -104,6 +110,7 @@ class StepReport(TrainerCallback):
             metrics = self._metrics(state.global_step, logs, batches, figures, tokens)
             samples = self._scoring.samples(state.global_step, batches[-1].versions) if batches else []
             self._tracker.step(metrics, samples)
+            logs.update(step_figures(metrics))
         if self._after_step is not None:
             self._after_step(state.global_step)
         if self._is_enough():

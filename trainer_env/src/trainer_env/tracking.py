@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -19,6 +19,18 @@ from trainer_env.records import Evaluation, Phase, Sample, StepMetrics, Summary
 
 KEPT_ANSWERS = 256
 """Up to so many answers of one evaluation are kept in samples.jsonl; of more, the first to each example."""
+
+
+class Reporter(Protocol):
+    """Who else is told of a run's evaluations: see `reporters.Reporters`."""
+
+    def evaluation(self, record: Evaluation) -> None:
+        """An evaluation has ended."""
+        ...
+
+    def close(self) -> None:
+        """The run has ended."""
+        ...
 
 
 class Tracker:
@@ -43,6 +55,8 @@ class Tracker:
         self.display = open_display(display, total_steps) if isinstance(display, str) else display
         self._total_steps = total_steps
         self._samples_per_step = samples_per_step
+        self._reporter: Reporter | None = None
+        self._unreported: list[Evaluation] = []
         self._started = time.monotonic()
         run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics_file = JsonLines(run_dir / "metrics.jsonl", StepMetrics)
@@ -73,6 +87,11 @@ class Tracker:
     def note(self, text: str) -> None:
         """Say what is good to know for as long as the run lasts: where to look."""
         self.display.note(text)
+
+    def report_to(self, reporter: Reporter) -> None:
+        """Tell somebody else of evaluations as well, those of this process's time with the run until now among them."""
+        self._reporter = reporter
+        self._report()
 
     def step(self, metrics: StepMetrics, samples: Sequence[Sample] = ()) -> None:
         """Record an optimizer step, and of its samples a few from the worst to the best."""
@@ -111,6 +130,8 @@ class Tracker:
         self.evaluations.append(record)
         self._keep_samples(samples if len(samples) <= KEPT_ANSWERS else samples[::num_generations])
         self.display.evaluation(record)
+        self._unreported.append(record)
+        self._report()
         return record
 
     def finish(self, *, backend: str, placement: str, adapter: Path | None, restarts: int = 0) -> Summary:
@@ -146,10 +167,19 @@ class Tracker:
         return summary
 
     def close(self) -> None:
-        """Give the terminal back and close the files."""
+        """Give the terminal back and close the files, when trackers have what is theirs."""
+        reporter, self._reporter = self._reporter, None
+        if reporter:
+            reporter.close()
         self.display.close()
         for file in (self._metrics_file, self._samples_file, self._evaluations_file):
             file.close()
+
+    def _report(self) -> None:
+        if self._reporter:
+            told, self._unreported = self._unreported, []
+            for record in told:
+                self._reporter.evaluation(record)
 
     def _keep_samples(self, samples: Sequence[Sample]) -> None:
         for sample in samples:

@@ -4,12 +4,14 @@ Unsloth's patched GRPOConfig has other defaults than TRL's for many of them (opt
 importance-sampling correction, …), so each is set, and both trainers do the same.
 """
 
+import os
 from collections.abc import Collection
 from typing import Any
 
 from bridge.errors import ConfigError
 from bridge.settings import nearest
 from trainer_env.config import TrainConfig
+from trainer_env.report_to import PROJECT
 
 
 def trl_settings(
@@ -87,6 +89,7 @@ def _settings(config: TrainConfig, reward_weights: list[float], *, on_gpu: bool)
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
         "report_to": list(config.tracking.report_to) or "none",
+        "project": os.environ.get("TRACKIO_PROJECT", PROJECT),
         "disable_tqdm": True,
         "bf16": config.model.dtype == "bfloat16",
         "fp16": config.model.dtype == "float16",
