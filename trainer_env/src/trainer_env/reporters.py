@@ -115,5 +115,5 @@ class Reporters(TrainerCallback):
             return f"{Path(sys.prefix) / 'bin' / 'tensorboard'} --logdir {folder}"
         if name == "wandb":
             run = import_module("wandb").run
-            return (run.url or f"wandb sync {run.dir}") if run else ""
+            return (run.url or f"wandb sync {Path(run.dir).parent}") if run else ""
         return "trackio show" if name == "trackio" else ""

@@ -56,7 +56,7 @@ def needing_room(config: TrainConfig) -> Iterator[None]:
     except BridgeError:
         raise
     except Exception as error:
-        if not _is_full(error):
+        if not is_full(error):
             raise
         raise BridgeError(
             f"The disk of {config.run_dir} is full.",
@@ -66,7 +66,7 @@ def needing_room(config: TrainConfig) -> Iterator[None]:
         ) from error
 
 
-def _is_full(error: BaseException | None) -> bool:
+def is_full(error: BaseException | None) -> bool:
     """Whether an error, or one that it came from, means a full disk. Some libraries keep nothing but its text."""
     while error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

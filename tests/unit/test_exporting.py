@@ -1,0 +1,258 @@
+"""What an export takes, writes and refuses, and that the command lines it prints are ones the engines have."""
+
+import json
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import lora_files
+from bridge.errors import BridgeError, ConfigError
+from trainer_env import cli, config
+from trainer_env.export_folder import RECORD
+from trainer_env.exporting import export
+from trainer_env.records import Evaluation, StepMetrics
+from trainer_env.serve_commands import Served, serve_commands
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "configs" / "demo.toml"
+LLAMA = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "head_dim": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+}
+
+
+@pytest.fixture
+def base(tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_text(name)
+    (folder / "model.safetensors").write_bytes(b"x" * 4000)
+    return folder
+
+
+@pytest.fixture
+def a_run(base, tmp_path, monkeypatch):
+    """A run's folder: checkpoints 4 and 8, what training ended with at 10, and the best one of step 4."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TANDEM_VENVS", str(tmp_path / "none"))
+
+    def make(*overrides, checkpoints=(4, 8), final=10, best=4, **adapter):
+        folder = tmp_path / "runs" / "adding"
+        folder.mkdir(parents=True)
+        loaded = config.load(DEMO, ["run=adding", f'model.name="{base}"', *overrides])
+        (folder / "config.toml").write_text(config.to_toml(loaded))
+        places = {step: folder / "checkpoints" / f"checkpoint-{step}" for step in checkpoints}
+        places |= {final: folder / "adapter"} if final else {}
+        for step, place in places.items():
+            lora_files.make(base, step, base_model_name_or_path="elsewhere", **adapter).write(place)
+        if best:
+            lora_files.make(base, best, **adapter).write(folder / "best")
+        lines = [StepMetrics(step=step, version=step, reward_mean=step / 100) for step in range(1, 11)]
+        (folder / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        held_out = [Evaluation(phase="eval", step=4, reward_mean=0.7, examples=8, seconds=1)]
+        (folder / "evaluations.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in held_out))
+        return folder
+
+    return make
+
+
+def weights_of(base, step):
+    return lora_files.make(base, step).data
+
+
+def refusal(*args, **how):
+    with pytest.raises(ConfigError) as refused:
+        export(*args, **how)
+    assert "\n" not in refused.value.what
+    return str(refused.value)
+
+
+def test_an_adapter_is_written_with_its_tokenizer_base_and_story(a_run, base, tmp_path):
+    done = export(a_run(), tmp_path / "out")
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert files == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "README.md",
+        RECORD,
+    }
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == weights_of(base, 10)
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(base)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "adapter of run adding after step 10 (reward 0.100)" in card
+    assert str(base) in card
+    assert "base_model:" not in card  # A folder is no name on a hub.
+    for command in done.commands.values():
+        assert command in card
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(("which", "step"), [("last", 10), ("best", 4), ("8", 8), (4, 4), (10, 10)])
+def test_which_adapter_is_a_word_or_a_step(a_run, base, tmp_path, which, step):
+    done = export(a_run(), tmp_path / "out", which=which)
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == weights_of(base, step)
+    assert f"after step {step} (reward {step / 100:.3f}" in done.origin.describe()
+    assert ("held-out examples 0.700" in done.origin.describe()) == (step == 4)
+
+
+def test_the_last_one_of_a_run_that_was_killed_is_its_newest_checkpoint(a_run, base, tmp_path):
+    run = a_run(final=None)
+    assert export(run, tmp_path / "out").origin.step == 8
+    lora_files.make(base, 6).write(run / "adapter")  # It ended once at step 6, went on, and was killed.
+    summary = dict.fromkeys(["reward_first4", "reward_last4", "eval_before", "eval_after", "adapter"])
+    summary |= {"backend": "vllm", "placement": "cpu", "steps": 6, "wall_s": 1, "restarts": 0}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert export(run, tmp_path / "again").origin.step == 8
+    assert export(run, tmp_path / "six", which=6).origin.folder == run / "adapter"
+
+
+def test_what_is_not_there_is_said_in_one_line(a_run, tmp_path):
+    run, out = a_run(best=None), tmp_path / "out"
+    assert "no checkpoint of step 5" in (said := refusal(run, out, which=5))
+    assert "There are: last, 4, 8." in said
+    assert "no best adapter" in refusal(run, out, which="best")
+    assert "got 'newest'" in refusal(run, out, which="newest")
+    for folder in ("adapter", "checkpoints"):
+        (run / folder).rename(tmp_path / folder)
+    assert "has no adapter yet" in refusal(run, out)
+    assert not out.exists()
+
+
+def test_an_adapter_that_was_cut_short_is_refused(a_run, tmp_path):
+    run = a_run()
+    weights = run / "adapter" / "adapter_model.safetensors"
+    for content in (weights.read_bytes()[:-1], b"", b"\xff" * 20):
+        weights.write_bytes(content)
+        assert "no whole safetensors file" in refusal(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_stabilized_scaling_is_written_plainly(a_run, tmp_path):
+    export(a_run(use_rslora=True, lora_alpha=16, rank=4), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (written["use_rslora"], written["lora_alpha"], written["r"]) == (False, 16 * math.sqrt(4), 4)
+
+
+def test_a_folder_of_somebody_else_is_never_touched(a_run, tmp_path):
+    run, out = a_run(), tmp_path / "out"
+    out.mkdir()
+    export(run, out)  # An empty one will do.
+    assert "is not empty" in refusal(run, out)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "README.md").write_text("mine")
+    assert "--force replaces" in refusal(run, theirs)
+    assert "nothing in it is replaced" in refusal(run, theirs, force=True)
+    assert (theirs / "README.md").read_text() == "mine"
+    (tmp_path / "file").write_text("")
+    assert "is no folder" in refusal(run, tmp_path / "file", force=True)
+
+
+def test_force_replaces_an_export_and_keeps_what_others_put_beside_it(a_run, base, tmp_path):
+    run, out = a_run(), tmp_path / "out"
+    export(run, out)
+    (out / "notes").mkdir()
+    (out / "notes" / "mine.txt").write_text("mine")
+    export(run, out, which=8, force=True)
+    assert (out / "adapter_model.safetensors").read_bytes() == weights_of(base, 8)
+    assert (out / "notes" / "mine.txt").read_text() == "mine"
+    assert "step 8" in (out / "README.md").read_text()
+    # A file that the last export did not write, and the next one would.
+    (out / "vocab.json").write_text("mine")
+    (base / "vocab.json").write_text("{}")
+    assert "is in the way" in refusal(run, out, force=True)
+    assert (out / "vocab.json").read_text() == "mine"
+    assert "step 8" in (out / "README.md").read_text()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_last_export(a_run, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        run = a_run()
+        export(run, disk / "out")
+        before = {file.name: file.read_bytes() for file in (disk / "out").iterdir()}
+        (disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(disk).free - (12 << 10)))
+        with pytest.raises(BridgeError, match=r"The disk of .*out is full\.") as full:
+            export(run, disk / "out", which=8, force=True)
+        assert full.value.remedy
+        assert {file.name: file.read_bytes() for file in (disk / "out").iterdir()} == before
+        assert {path.name for path in disk.iterdir()} == {"out", "ballast"}
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=False)
+
+
+def test_an_adapter_of_half_a_stack_has_no_command_for_sglang(a_run, tmp_path):
+    done = export(a_run('lora.target_modules=["q_proj"]', targets=("q_proj", "o_proj")), tmp_path / "out")
+    assert list(done.commands) == ["vllm"]
+    assert "only together with k_proj, v_proj" in done.notes[0]
+
+
+def test_the_command_says_where_it_is_and_how_to_serve_it(a_run, tmp_path, capsys):
+    a_run()
+    assert cli.main(["export", "adding", "--out", "out", "--which", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "the adapter of run adding after step 8 (reward 0.080)" in printed
+    assert f"--lora-modules adding={tmp_path}/out" in printed
+    assert cli.main(["export", "addin", "--out", "other"]) == 2
+    assert "Did you mean adding?" in capsys.readouterr().err
+    assert cli.main(["export", "adding", "--out", "out"]) == 2
+
+
+SERVED = {
+    "adapter": Served(
+        model="owner/base", name="adding", adapter=Path("/tmp/my adapter"), dtype="bfloat16", rank=12,
+        modules=lora_files.ALL, trust_remote_code=True,
+    ),
+    "merged": Served(model="/tmp/merged", name="adding"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["adapter", "merged"])
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_commands_use_flags_that_the_installed_engine_has(backend, what):
+    from server_env.options import EngineOptions
+
+    environment = Path(sys.prefix).resolve().parent / f"server-{backend}"
+    listed = environment / "engine_options.json"
+    if not listed.is_file():
+        pytest.skip(f"the {backend} environment is not installed")
+    known = msgspec.json.decode(listed.read_bytes(), type=EngineOptions)
+    words = shlex.split(serve_commands(SERVED[what], environment.parent)[backend])
+    start = next(index for index, word in enumerate(words) if word.startswith("--"))
+    assert str(environment / "bin" / "python") in words[:start]
+    known.check(words[start:], "the command")
+    for word in words[:start]:
+        if word.startswith("PYTHONPATH="):
+            assert (Path(word.removeprefix("PYTHONPATH=")) / "sitecustomize.py").is_file()
+
+
+def test_commands_where_no_engine_is_installed_are_those_of_their_projects(tmp_path):
+    adapter, merged = (serve_commands(SERVED[what], tmp_path) for what in ("adapter", "merged"))
+    assert merged["vllm"].startswith("vllm serve /tmp/merged --host 127.0.0.1")
+    assert merged["sglang"].startswith("python -m sglang.launch_server --model-path /tmp/merged")
+    assert "'adding=/tmp/my adapter' --max-lora-rank 16" in adapter["vllm"]
+    assert "--max-lora-rank 12 --lora-target-modules q_proj k_proj" in adapter["sglang"]
+    assert all("--trust-remote-code" in command for command in adapter.values())
+    assert not re.search("cpu|--lora|PYTHONPATH", " ".join(merged.values()))
