@@ -10,7 +10,7 @@ import pytest
 from bridge.errors import ConfigError
 from trainer_env import judge_reward, rewards
 from trainer_env.config import RewardConfig
-from trainer_env.rewards import RewardError
+from trainer_env.reward_errors import RewardError
 
 PROMPT = "Q: {prompt}\nA: {completion}\nRight: {answer}"
 

@@ -14,11 +14,12 @@ from bridge.errors import ConfigError
 from report_runs import PLACEMENT, evaluate, metrics, sample, write_run
 from trainer_env import cli, config, thinning
 from trainer_env.environment_record import write_environment
+from trainer_env.finding import find_run
 from trainer_env.records import StepMetrics
 from trainer_env.report import page, run_labels
 from trainer_env.report_data import differing, overview, run_data, visible
 from trainer_env.run_folder import RunLock
-from trainer_env.run_reader import find_run, read_run
+from trainer_env.run_reader import read_run
 from trainer_env.tracking import Tracker
 
 HOSTILE = "</script><script>alert(1)</script><!--\x1b[2J\u202egpj.exe\x00\u2028"
@@ -280,7 +281,7 @@ def test_a_run_is_found_by_its_name_and_by_its_path(tmp_path, monkeypatch):
     assert find_run("adding", tmp_path / "runs") == tmp_path / "runs" / "adding"
     assert read_run(find_run("runs/adding", tmp_path / "elsewhere")).name == "adding"
     (tmp_path / "runs" / "other").mkdir()
-    with pytest.raises(ConfigError, match="is no run's folder: it has neither"):
+    with pytest.raises(ConfigError, match="is no run's folder: it has no config.toml"):
         find_run("runs/other", tmp_path / "runs")
 
 

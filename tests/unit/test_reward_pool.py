@@ -13,7 +13,8 @@ import pytest
 
 from trainer_env import daemons, reward_pool, rewards
 from trainer_env.completions import RowError
-from trainer_env.rewards import Reward, RewardError
+from trainer_env.reward_errors import RewardError
+from trainer_env.rewards import Reward
 
 HANG = threading.Event()
 """Never set: what waits for it hangs."""

@@ -8,7 +8,7 @@ from bridge.errors import ConfigError
 from trainer_env import rewards
 from trainer_env.completions import last_block
 from trainer_env.config import RewardConfig
-from trainer_env.rewards import RewardError
+from trainer_env.reward_errors import RewardError
 
 PERSON = {
     "type": "object",

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from trainer_env.rewards import Reward, RewardError
+from trainer_env.reward_errors import RewardError
+from trainer_env.rewards import Reward
 from trainer_env.scoring import Scoring, readable_answer
 
 

@@ -15,6 +15,8 @@ def find_run(name: str, runs: Path = RUNS) -> Path:
     for folder in (Path(name), runs / name):
         if (folder / CONFIG).is_file():
             return folder
+    if Path(name).is_dir():
+        raise ConfigError(f"{name} is no run's folder: it has no {CONFIG}.", remedy=_others(name, runs))
     raise ConfigError(f"There is no run {name!r}, here or in {runs}.", remedy=_others(name, runs))
 
 

@@ -6,16 +6,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from bridge.errors import ConfigError
-from bridge.settings import nearest
 from trainer_env import environment_record
 from trainer_env.environment_record import Environment
 from trainer_env.records import Evaluation, Sample, StepMetrics, Summary
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-_SIGNS = ("config.toml", "metrics.jsonl")
-"""A folder with one of these is a run's."""
 
 
 class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,19 +35,6 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
         from trainer_env.notebook_view import drawn
 
         return drawn(self.steps, self.evaluations)
-
-
-def find_run(name: str, output_dir: Path) -> Path:
-    """The folder of a run, by its name in output_dir or by its path. Raises ConfigError."""
-    for folder in (output_dir / name, Path(name)):
-        if _is_run(folder):
-            return folder
-    known = sorted(folder.name for folder in output_dir.glob("*") if _is_run(folder))
-    if Path(name).is_dir():
-        raise ConfigError(f"{name} is no run's folder: it has neither {' nor '.join(_SIGNS)}.")
-    near = nearest(Path(name).name, known)
-    listed = f"There are: {', '.join(known)}." if known else "Name a run's folder, or its parent with --output-dir."
-    raise ConfigError(f"There is no run {name!r} in {output_dir}.", remedy=f"Did you mean {near}?" if near else listed)
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -81,10 +63,6 @@ def read_run(folder: Path) -> RunFiles:
         running=_is_locked(folder / "trainer.lock"),
         unreadable=unreadable,
     )
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / sign).is_file() for sign in _SIGNS)
 
 
 def _text(path: Path) -> str:

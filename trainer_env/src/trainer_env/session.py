@@ -14,13 +14,14 @@ from trainer_env.config import TrainConfig, to_toml
 from trainer_env.display import Display, Mode, open_display
 from trainer_env.environment_record import write_environment
 from trainer_env.evaluation import Answered, evaluate
+from trainer_env.finding import find_run
 from trainer_env.interrupts import Interrupts
 from trainer_env.jsonl import write_atomically
 from trainer_env.placement import Placement
 from trainer_env.records import Summary
 from trainer_env.report_to import require_packages
 from trainer_env.run_folder import RunLock, needing_room, step_to_resume
-from trainer_env.run_reader import RunFiles, find_run, read_run
+from trainer_env.run_reader import RunFiles, read_run
 from trainer_env.sampler import Sampler
 from trainer_env.server import Server
 from trainer_env.server_process import versions
@@ -30,6 +31,7 @@ from trainer_env.turns import Turns
 
 if TYPE_CHECKING:
     from trainer_env.async_session import AsyncSession
+    from trainer_env.exporting import Exported, What
 
 
 class Session:
@@ -251,6 +253,14 @@ class Session:
                 return training.run()
             finally:
                 self._display = None
+
+    def export(
+        self, out: str | Path, *, what: "What" = "adapter", which: str | int = "last", force: bool = False
+    ) -> "Exported":
+        """Write what the run made into a folder for others; see `exporting.export`. Raises ConfigError, BridgeError."""
+        from trainer_env.exporting import export
+
+        return export(self.config.run_dir, Path(out), what=what, which=which, force=force)
 
     def interrupt(self) -> None:
         """What Ctrl-C means: while training, that this step is the last; at any other time and twice, the end now.

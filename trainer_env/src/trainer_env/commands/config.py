@@ -10,7 +10,8 @@ from trainer_env import arguments, config, config_tools
 from trainer_env.cli import EXIT_CONFIG
 from trainer_env.config_checking import check
 from trainer_env.finding import RUNS, config_name, find_config, is_config
-from trainer_env.setting_words import known_keys, words
+from trainer_env.setting_words import OTHER_HALF, known_keys, words
+from trainer_env.toml_writer import toml_value
 
 _EPILOG = """\
 examples:
@@ -95,14 +96,14 @@ def _config_and_key(what: Sequence[str], runs: Path) -> tuple[str, str]:
 
 def _explain(key: str, loaded: config.TrainConfig, path: Path) -> None:
     values = config_tools.settings(loaded)
-    if key in values and key.partition(".")[0] in config_tools.OTHER_HALF:
-        print(f"{key} = {config_tools.toml_value(values[key].value)}  ({path})")
+    if key in values and key.partition(".")[0] in OTHER_HALF:
+        print(f"{key} = {toml_value(values[key].value)}  ({path})")
         print("the server half's: see configs/demo.toml and docs/backends.md")
         return
     told = words(key, arguments.demo())
     below = {name: setting for name, setting in values.items() if name == key or name.startswith(f"{key}.")}
     for name, setting in below.items():
-        print(f"{name} = {config_tools.toml_value(setting.value)}  ({config_name(path)})")
+        print(f"{name} = {toml_value(setting.value)}  ({config_name(path)})")
     rows = [("default", told.default or "none: it has to be set"), ("takes", told.takes)] if key in values else []
     rows += [("means", " — ".join(told.meaning))] if told.meaning else []
     rows += [("section", told.section)]

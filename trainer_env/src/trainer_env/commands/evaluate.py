@@ -10,7 +10,7 @@ from bridge.errors import ConfigError
 from trainer_env import best_adapter, config
 from trainer_env.completing import Version
 from trainer_env.evaluation import Answered
-from trainer_env.run_reader import find_run
+from trainer_env.finding import find_run
 
 VERSIONS = ("base", "best", "last")
 
@@ -18,10 +18,10 @@ VERSIONS = ("base", "best", "last")
 def main(argv: Sequence[str]) -> int:
     """Its exit status. Raises ConfigError, and what a Session raises."""
     options = _parser().parse_args(argv)
-    run_dir = find_run(options.run, Path("runs")).resolve()
+    run_dir = find_run(options.run).resolve()
     wanted = {*(["base"] if options.base else []), *(options.version or ["last"])}
     # In this order, for a server takes adapters in the order of their steps.
-    versions = {name: _version(name, run_dir) for name in VERSIONS if name in wanted}
+    versions: dict[str, Version] = {name: _version(name, run_dir) for name in VERSIONS if name in wanted}
     asked = {"evaluation.num_generations": options.n, "evaluation.temperature": options.temperature}
     # Read here as well: what does not go together is refused before a server is started.
     config.load(run_dir / "config.toml", [f"{key}={it}" for key, it in asked.items() if it is not None])
