@@ -16,8 +16,9 @@ settings.load_profile("busy machine")
 
 
 def tree(cls: type[BridgeError] = BridgeError) -> list[type[BridgeError]]:
-    """BridgeError and everything below it."""
-    return [cls, *(below for sub in cls.__subclasses__() for below in tree(sub))]
+    """BridgeError and everything below it that the bridge knows. A half's own errors stay on their side."""
+    known = [sub for sub in cls.__subclasses__() if sub.__module__ == errors.__name__]
+    return [cls, *(below for sub in known for below in tree(sub))]
 
 
 FULL = {"why": "a cause", "log_path": "/runs/x/engine.log", "log_tail": "line 1\nline 2\n", "remedy": "a remedy"}

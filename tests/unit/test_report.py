@@ -281,7 +281,7 @@ def test_a_run_is_found_by_its_name_and_by_its_path(tmp_path, monkeypatch):
     assert find_run("adding", tmp_path / "runs") == tmp_path / "runs" / "adding"
     assert read_run(find_run("runs/adding", tmp_path / "elsewhere")).name == "adding"
     (tmp_path / "runs" / "other").mkdir()
-    with pytest.raises(ConfigError, match="is no run's folder: it has no config.toml"):
+    with pytest.raises(ConfigError, match=r"is no run's folder: it has no config\.toml"):
         find_run("runs/other", tmp_path / "runs")
 
 
@@ -289,7 +289,7 @@ def test_an_unknown_run_is_named_with_the_nearest_one(tmp_path, capsys):
     write_run(tmp_path / "adding", steps=1)
     assert cli.main(["report", "addign", "--output-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"tandem-train: There is no run 'addign' in {tmp_path}.",
+        f"tandem-train: There is no run 'addign', here or in {tmp_path}.",
         "  do: Did you mean adding?",
     ]
     assert cli.main(["report", "zzz", "--output-dir", str(tmp_path)]) == 2
