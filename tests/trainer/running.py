@@ -10,11 +10,11 @@ from trainer_env import config as configs
 from trainer_env import grpo, models
 from trainer_env.checkpoints import last_checkpoint, step_of
 from trainer_env.data import Example
+from trainer_env.evaluation.run_evaluation import evaluate_run
 from trainer_env.ordering import Schedule
 from trainer_env.publisher import Publisher
 from trainer_env.rewards import Reward
 from trainer_env.rollouts import Rollouts
-from trainer_env.run_evaluation import evaluate_run
 from trainer_env.sampler import Sampler
 from trainer_env.tracking import Tracker
 from trainer_env.turns import Turns

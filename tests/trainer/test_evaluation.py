@@ -12,9 +12,10 @@ from transformers import TrainerControl
 from bridge.protocol import Generate
 from trainer.hf_server import HFServer
 from trainer.running import EXAMPLES
-from trainer_env import best_adapter, ranks
+from trainer_env import ranks
 from trainer_env.agreement import Agreement
 from trainer_env.checkpoints import last_checkpoint
+from trainer_env.evaluation import best_adapter
 from trainer_env.records import Best
 from trainer_env.rewards import Reward
 from trainer_env.step_report import Enough, StepReport

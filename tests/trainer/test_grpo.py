@@ -18,8 +18,8 @@ from trainer_env import grpo
 from trainer_env.checkpoints import last_checkpoint
 from trainer_env.data import Example
 from trainer_env.prover import SyncWarning
-from trainer_env.reward_errors import RewardError
 from trainer_env.rewards import Reward
+from trainer_env.rewards.reward_errors import RewardError
 
 WARN = 'rollout.on_sync_mismatch="warn"'
 

@@ -7,7 +7,7 @@ import torch
 from trl import GRPOTrainer
 
 from trainer_env.rewards import Reward
-from trainer_env.scoring import Scoring
+from trainer_env.rewards.scoring import Scoring
 
 
 def test_trl_runs_all_rewards_of_a_batch_at_once():

@@ -9,7 +9,7 @@ import pytest
 from bridge.errors import ConfigError
 from trainer_env import rewards
 from trainer_env.config import RewardConfig
-from trainer_env.reward_errors import RewardError
+from trainer_env.rewards.reward_errors import RewardError
 
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'", "assert add(2, 2) == 4"]
 ADD = "def add(a, b):\n    return a + b\n"

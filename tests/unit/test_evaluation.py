@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bridge.errors import ConfigError
 from trainer_env.data import Example
 from trainer_env.evaluation import evaluate, is_right
-from trainer_env.pass_at import estimate, ks, pass_at
+from trainer_env.evaluation.pass_at import estimate, ks, pass_at
 from trainer_env.rewards import Reward
 
 COUNTS = st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))

@@ -15,10 +15,10 @@ import pytest
 import lora_files
 from bridge.errors import BridgeError, ConfigError
 from trainer_env import cli, config
-from trainer_env.export_folder import RECORD
 from trainer_env.exporting import export
+from trainer_env.exporting.export_folder import RECORD
+from trainer_env.exporting.serve_commands import Served, serve_commands
 from trainer_env.records import Evaluation, StepMetrics
-from trainer_env.serve_commands import Served, serve_commands
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "demo.toml"

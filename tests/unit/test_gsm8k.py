@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from trainer_env import config, data, rewards
-from trainer_env.builtin_rewards import gsm8k_answer
-from trainer_env.reward_errors import RewardError
+from trainer_env.rewards.builtin_rewards import gsm8k_answer
+from trainer_env.rewards.reward_errors import RewardError
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "tests/data/gsm8k_rows.jsonl"

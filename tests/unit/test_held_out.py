@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_env import best_adapter
 from trainer_env.config import EvaluationConfig
-from trainer_env.held_out import HeldOut
+from trainer_env.evaluation import best_adapter
+from trainer_env.evaluation.held_out import HeldOut
 from trainer_env.records import Best, Evaluation
 
 REWARDS = st.lists(st.integers(0, 5).map(float), max_size=12)

@@ -8,9 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from bridge.errors import ConfigError
-from trainer_env import judge_reward, rewards
+from trainer_env import rewards
 from trainer_env.config import RewardConfig
-from trainer_env.reward_errors import RewardError
+from trainer_env.rewards import judge_reward
+from trainer_env.rewards.reward_errors import RewardError
 
 PROMPT = "Q: {prompt}\nA: {completion}\nRight: {answer}"
 

@@ -12,12 +12,12 @@ import pytest
 
 from bridge.errors import ConfigError
 from report_runs import PLACEMENT, evaluate, metrics, sample, write_run
-from trainer_env import cli, config, thinning
+from trainer_env import cli, config
 from trainer_env.environment_record import write_environment
 from trainer_env.finding import find_run
 from trainer_env.records import StepMetrics
-from trainer_env.report import page, run_labels
-from trainer_env.report_data import differing, overview, run_data, visible
+from trainer_env.report import page, run_labels, thinning
+from trainer_env.report.report_data import differing, overview, run_data, visible
 from trainer_env.run_folder import RunLock
 from trainer_env.run_reader import read_run
 from trainer_env.tracking import Tracker

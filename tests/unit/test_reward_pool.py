@@ -11,10 +11,10 @@ from io import StringIO
 
 import pytest
 
-from trainer_env import daemons, reward_pool, rewards
-from trainer_env.completions import RowError
-from trainer_env.reward_errors import RewardError
-from trainer_env.rewards import Reward
+from trainer_env import rewards
+from trainer_env.rewards import Reward, daemons, reward_pool
+from trainer_env.rewards.completions import RowError
+from trainer_env.rewards.reward_errors import RewardError
 
 HANG = threading.Event()
 """Never set: what waits for it hangs."""
@@ -193,7 +193,7 @@ for function in (spin, sleep):
 def test_a_function_that_keeps_pythons_lock_ends_the_process_with_its_stack():
     ended = run_script("""
 import re
-from trainer_env import reward_pool
+from trainer_env.rewards import reward_pool
 from trainer_env.rewards import Reward
 reward_pool.SEARCH_S = reward_pool.LOCKED_S = 0.3
 def backtrack(*, completions, **_):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from bridge.errors import ConfigError
 from trainer_env import rewards
-from trainer_env.builtin_rewards import BUILTINS
-from trainer_env.completions import text_of
 from trainer_env.config import RewardConfig
-from trainer_env.reward_errors import RewardError
 from trainer_env.rewards import Reward
+from trainer_env.rewards.builtin_rewards import BUILTINS
+from trainer_env.rewards.completions import text_of
+from trainer_env.rewards.reward_errors import RewardError
 
 
 def pay(function, completion, answer: str | list[str] = "15", finish="stop", ids=(), **args):

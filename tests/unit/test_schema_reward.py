@@ -6,9 +6,9 @@ import pytest
 
 from bridge.errors import ConfigError
 from trainer_env import rewards
-from trainer_env.completions import last_block
 from trainer_env.config import RewardConfig
-from trainer_env.reward_errors import RewardError
+from trainer_env.rewards.completions import last_block
+from trainer_env.rewards.reward_errors import RewardError
 
 PERSON = {
     "type": "object",

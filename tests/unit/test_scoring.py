@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from trainer_env.reward_errors import RewardError
 from trainer_env.rewards import Reward
-from trainer_env.scoring import Scoring, readable_answer
+from trainer_env.rewards.reward_errors import RewardError
+from trainer_env.rewards.scoring import Scoring, readable_answer
 
 
 def as_trl_does(scoring, prompts, completions, **columns):

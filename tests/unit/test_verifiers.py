@@ -11,7 +11,7 @@ import pytest
 from bridge.errors import ConfigError
 from trainer_env import config, data, rewards, verifiers_source
 from trainer_env.config import DataConfig, RewardConfig
-from trainer_env.reward_errors import RewardError
+from trainer_env.rewards.reward_errors import RewardError
 
 COMMON = ("idx", "prompt", "system_prompt")
 

@@ -181,7 +181,7 @@ def build_trainer(
     from trainer_env.prover import Prover
     from trainer_env.report_to import filled_in, variables
     from trainer_env.reporters import Reporters
-    from trainer_env.scoring import Scoring
+    from trainer_env.rewards.scoring import Scoring
     from trainer_env.step_report import StepReport
     from trainer_env.trl_shim import using_sampling_logprobs
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from bridge.digest import digest
 from bridge.protocol import AdapterLoaded, PublishAdapter, ServerStatus, Status
-from trainer_env import best_adapter
 from trainer_env.checkpoints import last_checkpoint, step_of
 from trainer_env.config import RolloutConfig
+from trainer_env.evaluation import best_adapter
 from trainer_env.server import Server
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -14,8 +14,8 @@ from trainer_env.prover import Prover
 from trainer_env.publisher import Publisher
 from trainer_env.records import StepMetrics
 from trainer_env.report_to import step_figures
+from trainer_env.rewards.scoring import Scoring
 from trainer_env.rollouts import Batch, Rollouts
-from trainer_env.scoring import Scoring
 from trainer_env.tracking import Tracker
 
 

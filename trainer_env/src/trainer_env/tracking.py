@@ -10,10 +10,10 @@ from typing import Literal, Protocol
 import msgspec
 
 from bridge.errors import ConfigError
-from trainer_env import best_adapter
 from trainer_env.config import EvaluationConfig
 from trainer_env.display import Display, open_display
-from trainer_env.held_out import HeldOut
+from trainer_env.evaluation import best_adapter
+from trainer_env.evaluation.held_out import HeldOut
 from trainer_env.jsonl import JsonLines, write_atomically
 from trainer_env.records import Evaluation, Phase, Sample, StepMetrics, Summary
 

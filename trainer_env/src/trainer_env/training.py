@@ -12,6 +12,7 @@ from trainer_env import ranks
 from trainer_env.config import TrainConfig
 from trainer_env.data import Data
 from trainer_env.display import Display
+from trainer_env.evaluation.run_evaluation import evaluate_run
 from trainer_env.interrupts import Interrupts
 from trainer_env.ordering import Schedule
 from trainer_env.placement import Placement
@@ -19,7 +20,6 @@ from trainer_env.quiet import prints_to
 from trainer_env.records import Phase, Summary
 from trainer_env.rewards import Reward
 from trainer_env.rollouts import Rollouts
-from trainer_env.run_evaluation import evaluate_run
 from trainer_env.run_folder import needing_room, step_to_resume
 from trainer_env.sampler import Sampler
 from trainer_env.server import Server

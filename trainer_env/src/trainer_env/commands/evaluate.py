@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.errors import ConfigError
-from trainer_env import best_adapter, config
+from trainer_env import config
 from trainer_env.completing import Version
-from trainer_env.evaluation import Answered
+from trainer_env.evaluation import Answered, best_adapter
 from trainer_env.finding import find_run
 
 VERSIONS = ("base", "best", "last")

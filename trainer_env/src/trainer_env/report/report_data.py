@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from trainer_env.records import Sample, StepMetrics
+from trainer_env.report.thinning import thinned, thinned_steps
 from trainer_env.run_reader import RunFiles
-from trainer_env.thinning import thinned, thinned_steps
 from trainer_env.toml_writer import write_toml
 
 _NAMES = ("run", "output_dir")

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from queue import Empty
 from typing import Any, Protocol, TypeGuard
 
-from trainer_env import daemons
-from trainer_env.completions import RowError
-from trainer_env.reward_errors import RewardError, sample_at
+from trainer_env.rewards import daemons
+from trainer_env.rewards.completions import RowError
+from trainer_env.rewards.reward_errors import RewardError, sample_at
 
 SEARCH_S = 2.0
 """How long rows are run alone to find the one that fails."""

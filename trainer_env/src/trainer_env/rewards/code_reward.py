@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_env import daemons
-from trainer_env.completions import Completion, RewardFunction, RowError, last_block, text_of
+from trainer_env.rewards import daemons
+from trainer_env.rewards.completions import Completion, RewardFunction, RowError, last_block, text_of
 
 _PROGRAM = Path(__file__).with_name("run_tests.py")
 _MAX_ANSWER_BYTES = 2**20

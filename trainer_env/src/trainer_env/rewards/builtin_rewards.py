@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer_env.code_reward import code_execution
-from trainer_env.completions import Answer, Completion, RewardFunction, text_of
-from trainer_env.judge_reward import llm_judge
-from trainer_env.regex_reward import regex
-from trainer_env.schema_reward import json_schema
-from trainer_env.verifiers_reward import verifiers
+from trainer_env.rewards.code_reward import code_execution
+from trainer_env.rewards.completions import Answer, Completion, RewardFunction, text_of
+from trainer_env.rewards.judge_reward import llm_judge
+from trainer_env.rewards.regex_reward import regex
+from trainer_env.rewards.schema_reward import json_schema
+from trainer_env.rewards.verifiers_reward import verifiers
 
 # A sign counts only where no digit stands before it: the last integer of "12-4" is 4, of "it is -4" it is -4.
 _INTEGER = re.compile(r"(?<!\d)-?\d+")

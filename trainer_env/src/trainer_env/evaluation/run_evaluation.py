@@ -4,10 +4,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from trainer_env import best_adapter
 from trainer_env.config import TrainConfig
 from trainer_env.data import Example
-from trainer_env.evaluation import evaluate
+from trainer_env.evaluation import best_adapter, evaluate
 from trainer_env.records import Evaluation, Phase
 from trainer_env.rewards import Reward
 from trainer_env.sampler import Sampler

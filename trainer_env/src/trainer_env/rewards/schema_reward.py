@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_env.completions import Completion, RewardFunction, last_block, text_of
+from trainer_env.rewards.completions import Completion, RewardFunction, last_block, text_of
 
 
 def json_schema(*, schema: Mapping[str, Any] | bool | str, parses: float = 0.0) -> RewardFunction:

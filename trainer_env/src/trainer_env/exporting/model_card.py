@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer_env.arguments import version
-from trainer_env.exported_from import Origin
+from trainer_env.exporting.exported_from import Origin
 
 _NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 

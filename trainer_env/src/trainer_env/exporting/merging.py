@@ -1,4 +1,4 @@
-"""Merge an adapter into its base model: `python -m trainer_env.merging BASE ADAPTER FOLDER`. Run by `exporting.py`.
+"""Merge an adapter into its base model: `python -m trainer_env.exporting.merging BASE ADAPTER FOLDER`.
 
 A process of its own, so that the memory goes back. It prints what went wrong as a `bridge.errors.Failure`, in JSON.
 """

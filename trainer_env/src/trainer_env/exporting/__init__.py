@@ -16,12 +16,12 @@ import msgspec
 from bridge.errors import BridgeError, ConfigError, Failure, from_failure
 from trainer_env import config as configs
 from trainer_env import models
-from trainer_env.export_folder import replace_folder, require_place
-from trainer_env.exported_from import Origin, find_adapter
+from trainer_env.exporting.export_folder import replace_folder, require_place
+from trainer_env.exporting.exported_from import Origin, find_adapter
+from trainer_env.exporting.model_card import model_card
+from trainer_env.exporting.serve_commands import Served, half_stacks, serve_commands
 from trainer_env.finding import CONFIG
-from trainer_env.model_card import model_card
 from trainer_env.run_folder import is_full
-from trainer_env.serve_commands import Served, half_stacks, serve_commands
 
 What = Literal["adapter", "merged"]
 
@@ -129,7 +129,7 @@ def _write_adapter(adapter: Path, folder: Path, settings: dict[str, Any]) -> Non
 def _merge(base: str, adapter: Path, folder: Path, config: configs.TrainConfig) -> None:
     """In a process of its own. Raises what it says, or BridgeError with the end of what it printed."""
     dtype = "float16" if config.model.dtype == "float16" else "bfloat16"
-    command = [sys.executable, "-m", "trainer_env.merging", base, str(adapter), str(folder), "--dtype", dtype]
+    command = [sys.executable, "-m", "trainer_env.exporting.merging", base, str(adapter), str(folder), "--dtype", dtype]
     command += ["--trust-remote-code"] if config.model.trust_remote_code else []
     if not Path(base).is_dir():
         models.resolve(base)  # Says plainly what is wrong with a name, and goes offline where there is no network.

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from trainer_env import daemons
-from trainer_env.completions import Completion, RewardFunction, RowError, text_of
+from trainer_env.rewards import daemons
+from trainer_env.rewards.completions import Completion, RewardFunction, RowError, text_of
 
 if TYPE_CHECKING:
     import httpx

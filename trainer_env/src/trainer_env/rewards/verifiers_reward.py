@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer_env import verifiers_source
-from trainer_env.completions import Completion, RewardFunction, RowError, text_of
+from trainer_env.rewards.completions import Completion, RewardFunction, RowError, text_of
 
 
 def verifiers() -> RewardFunction:

@@ -16,11 +16,11 @@ import msgspec
 
 from bridge.errors import ConfigError
 from bridge.settings import nearest
-from trainer_env.builtin_rewards import BUILTINS
-from trainer_env.completions import RewardFunction
 from trainer_env.config import RewardConfig
-from trainer_env.reward_errors import RewardError, sample_at, shown
-from trainer_env.reward_pool import run_together
+from trainer_env.rewards.builtin_rewards import BUILTINS
+from trainer_env.rewards.completions import RewardFunction
+from trainer_env.rewards.reward_errors import RewardError, sample_at, shown
+from trainer_env.rewards.reward_pool import run_together
 
 
 class Reward:

@@ -13,7 +13,7 @@ import msgspec
 from bridge.errors import ConfigError
 from trainer_env.arguments import version
 from trainer_env.jsonl import write_atomically
-from trainer_env.report_data import differing, run_data, visible
+from trainer_env.report.report_data import differing, run_data, visible
 from trainer_env.run_reader import RunFiles, read_run
 
 _PARTS = Path(__file__).with_name("report_page")

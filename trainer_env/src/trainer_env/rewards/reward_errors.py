@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge.errors import BridgeError
-from trainer_env.completions import text_of
+from trainer_env.rewards.completions import text_of
 
 
 class RewardError(BridgeError, ValueError):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_env.completions import Completion, RewardFunction, RowError, text_of
+from trainer_env.rewards.completions import Completion, RewardFunction, RowError, text_of
 
 _PROGRAM = Path(__file__).with_name("match_pattern.py")
 

@@ -8,11 +8,11 @@ import msgspec
 
 from bridge.errors import ConfigError
 from trainer_env.data import Example, column_names, columns
-from trainer_env.pass_at import pass_at
+from trainer_env.evaluation.pass_at import pass_at
 from trainer_env.records import Phase, Sample
 from trainer_env.rewards import Reward, score
+from trainer_env.rewards.scoring import readable, readable_answer
 from trainer_env.sampler import Sampler
-from trainer_env.scoring import readable, readable_answer
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
