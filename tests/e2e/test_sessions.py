@@ -130,6 +130,27 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_can_be_asked_and_says
         it.good("session.close()")
 
 
+def test_a_run_that_has_ended_is_asked_under_what_it_saved_and_goes_on(registered, folder):
+    with kernel(registered, folder) as it:
+        it.good(OPEN.format(overrides=["grpo.max_steps=4", "grpo.save_steps=2"]))
+        it.good("session.train(); session.close()")
+        it.good("session = Session.attach('run')")
+        versions = "session.generate('What', version=2)[0].version, session.generate('What')[0].version"
+        assert it.good(versions).shown == "(2, 4)"
+        scored = "session.evaluate(version={!r}, n=2, temperature=1.0, max_examples=1)"
+        answered = it.good(f"[sample.version for sample in {scored.format('latest')}.samples]")
+        assert answered.shown == "[4, 4]"
+        assert it.good(f"[sample.version for sample in {scored.format('base')}.samples]").shown == "[0, 0]"
+        assert "no longer served" in it.run("session.generate('What', version=1)").error
+        assert it.good("print(session.train(6).steps)").shown == "6\n"
+        assert steps(folder) == list(range(1, 7))
+        assert it.good("session.generate('What')[0].version").shown == "6"
+        assert "report.html" in it.good("session.report()").shown
+        assert "--lora-modules" in it.good("print(session.export('out').commands['vllm'])").shown
+        assert "out" in it.run("session.export('out')").error
+        it.good("session.close()")
+
+
 def test_a_name_that_is_no_run_gets_the_nearest_one(registered, folder):
     with kernel(registered, folder) as it:
         it.good(OPEN.format(overrides=[]) + "session.close()")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bridge.digest import digest
-from bridge.protocol import AdapterLoaded, PublishAdapter, ServerStatus, Status
+from bridge.protocol import AdapterLoaded, PublishAdapter, Status
 from trainer_env.checkpoints import last_checkpoint, step_of
 from trainer_env.config import RolloutConfig
 from trainer_env.evaluation import best_adapter
@@ -18,14 +18,15 @@ FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def missing(server: Server, run_dir: Path, version: int) -> Path | None:
-    """The folder of a version (-1: the newest) that the run has saved and the server does not hold.
+    """The folder of a version (-1: the newest) that the run has saved and that the server can still be given.
 
-    None: it holds it, or nobody has it, which the server says when it is asked.
+    None: it holds it, or says that it does not when it is asked.
     """
-    status: ServerStatus = server.ask(Status())
+    newest = server.ask(Status()).version
     if version < 0:
-        return None if status.version else last_checkpoint(run_dir / "checkpoints")
-    if version == 0 or version in status.loaded:
+        checkpoint = last_checkpoint(run_dir / "checkpoints")
+        return checkpoint if checkpoint and step_of(checkpoint) > newest else None
+    if version <= newest:  # Versions rise: an older one would take the place of what is newer, and perhaps not saved.
         return None
     checkpoint = run_dir / "checkpoints" / f"checkpoint-{version}"
     if step_of(checkpoint) == version:
@@ -37,7 +38,7 @@ def missing(server: Server, run_dir: Path, version: int) -> Path | None:
 def publish(server: Server, folder: Path, rollout: RolloutConfig) -> AdapterLoaded:
     """Make the server serve a saved adapter under its step. folder: of a checkpoint, or best/.
 
-    Raises what the server answers: StaleVersion for one that is older than what this session has had it serve.
+    Raises what the server answers.
     """
     payload = packed((folder / FILE).read_bytes(), rollout.publish_dtype)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
