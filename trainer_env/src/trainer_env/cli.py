@@ -64,7 +64,7 @@ def _run(options: Namespace) -> int:
         print(f"engine     {session.check()}")
         return 0
     if placement.ranks > 1:
-        return launch(settings, placement, resume=bool(options.resume))
+        return launch(session.config, placement, resume=bool(options.resume))
     return train(session)
 
 

@@ -53,7 +53,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     """`builtin:…`, a folder, or a Hugging Face name."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of the base weights in both halves. auto: bfloat16, but for a CPU that has no instructions for it: float32."""
     max_seq_length: Annotated[int, msgspec.Meta(ge=2)] = 2048
     """Tokens of prompt and completion together."""
     load_in_4bit: bool = False

@@ -18,6 +18,7 @@ from trainer_env.finding import find_run
 from trainer_env.interrupts import Interrupts
 from trainer_env.jsonl import write_atomically
 from trainer_env.placement import Placement
+from trainer_env.precision import remark, settled
 from trainer_env.records import Summary
 from trainer_env.report_to import require_packages
 from trainer_env.run_folder import RunLock, needing_room, step_to_resume
@@ -58,7 +59,7 @@ class Session:
         resume: bool = False,
         by_hand: bool = False,
     ) -> None:
-        self.config = config
+        self.config = config = settled(config, placement)
         self.placement = placement
         self._source = source
         self._resume = resume
@@ -110,10 +111,11 @@ class Session:
     def describe(self) -> list[str]:
         """The run in a few lines, for people: what trains on what, and in which versions."""
         grpo, held_out = self.config.grpo, len(self._data.evaluation)
+        dtype = f"{self.config.model.dtype}{remark(self.config, self.placement)}"
         groups = grpo.per_device_train_batch_size * grpo.gradient_accumulation_steps // grpo.num_generations
         return [
             f"run        {self.config.run_dir}" + (" (resumed)" if self._resume else ""),
-            f"model      {self.config.model.name}, {self.config.model.dtype}, LoRA rank {self.config.lora.r}",
+            f"model      {self.config.model.name}, LoRA rank {self.config.lora.r}, {dtype}",
             f"data       {self.config.data.source}: {len(self._data.train)} to train on, {held_out} held out",
             f"steps      {grpo.max_steps} of {groups} prompts x {grpo.num_generations} completions",
             f"server     {self._serving.versions()}",

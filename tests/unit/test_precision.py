@@ -1,0 +1,57 @@
+"""The number format of the base weights, where the config leaves it to the machine."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from trainer_env import config, precision
+from trainer_env.devices import Device, Devices
+from trainer_env.placement import Placement, plan
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
+WITH = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\nbugs\t\t:\n"
+WITHOUT = "processor\t: 0\nflags\t\t: fpu avx2 bf16_in_the_name_of_another\nbugs\t\t: avx512_bf16\n"
+
+
+@pytest.fixture(params=[WITH, WITHOUT, ""], ids=["with", "without", "nothing said"])
+def cpu(request, tmp_path, monkeypatch) -> bool:
+    """A machine; whether its CPU has instructions for bfloat16."""
+    (tmp_path / "cpuinfo").write_text(request.param)
+    monkeypatch.setattr(precision, "computes_bfloat16", lambda: computes(tmp_path / "cpuinfo"))
+    return request.param == WITH
+
+
+computes = precision.computes_bfloat16
+
+
+def placed(*, on_gpu: bool) -> Placement:
+    gpus = (Device(id="0"), Device(id="1")) if on_gpu else ()
+    return plan(config.PlacementConfig(), Devices(gpus=gpus, cores=2))
+
+
+def demo(*overrides: str) -> config.TrainConfig:
+    return config.load(DEMO, list(overrides))
+
+
+def test_a_cpu_gets_what_it_computes_fast(cpu):
+    settled = precision.settled(demo(), placed(on_gpu=False))
+    assert settled.model.dtype == ("bfloat16" if cpu else "float32")
+    assert msgspec.structs.replace(settled, model=demo().model) == demo()
+
+
+def test_a_gpu_gets_bfloat16(cpu):
+    assert precision.settled(demo(), placed(on_gpu=True)).model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_chosen_stays_and_a_slow_choice_is_remarked_on(cpu, dtype):
+    chosen = demo(f"model.dtype={dtype}")
+    assert precision.settled(chosen, placed(on_gpu=False)) == chosen
+    remark = precision.remark(chosen, placed(on_gpu=False))
+    assert ("in software" in remark) == (dtype == "bfloat16" and not cpu)
+    assert precision.remark(chosen, placed(on_gpu=True)) == ""
+
+
+def test_a_machine_that_says_nothing_of_its_cpu_counts_as_without(tmp_path):
+    assert not computes(tmp_path / "missing")
