@@ -17,7 +17,7 @@ from bridge.errors import PeerDied, Refused
 from bridge.guard import processes
 from metrics_reader import read, read_until
 from monitoring import shown
-from served import generate, score, served, until
+from served import Served, generate, score, served, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -25,6 +25,8 @@ PROMPT = [5, 6, 7, 8, 9]
 EOS = 2
 START_S = 600
 TOLERANCE = 1e-3
+MAX_RESTARTS = 3
+"""As in the supervisor."""
 SERVER = {"dtype": "float32", "context_length": 512, "cpu_kv_gib": 1, "stall_timeout_s": 20.0}
 """A KV cache of 1 GiB, and float32, in which the engine and Hugging Face agree to rounding."""
 
@@ -275,7 +277,15 @@ async def test_throughput_of_many_groups_at_once(client):
     assert all(len(ids) == 16 for answer in answers for ids, _ in sampled(answer))
 
 
-async def test_a_killed_engine_comes_back_with_its_versions_and_answers_what_was_asked(client, server):
+def came_back(restarts: int, server: Served, capsys) -> bool:
+    """Whether it took one restart, or a few. SGLang was seen to need a second try: then its log says why."""
+    if restarts > 1:
+        with capsys.disabled():
+            print(f"\n{server.backend} needed {restarts} tries to come back:\n{server.log()[-6000:]}")
+    return 1 <= restarts <= MAX_RESTARTS
+
+
+async def test_a_killed_engine_comes_back_with_its_versions_and_answers_what_was_asked(client, server, capsys):
     before = await scored(client, PROMPT)
     status = await client.ask(p.Status())
     asking = asyncio.create_task(client.ask(generate(PROMPT, n=4, max_tokens=200, ignore_eos=True, deadline_s=400)))
@@ -288,13 +298,13 @@ async def test_a_killed_engine_comes_back_with_its_versions_and_answers_what_was
     assert answer.version == status.version
     assert all(len(ids) == 200 for ids, _ in sampled(answer))
     after = await client.ask(p.Status())
-    assert after.restarts == status.restarts + 1, server.log()
+    assert came_back(after.restarts - status.restarts, server, capsys)
     assert after.engine_pid != status.engine_pid
     assert await scored(client, PROMPT) == pytest.approx(before, abs=1e-4)
     assert not old & processes().keys()
 
 
-async def test_a_frozen_engine_is_replaced_and_what_was_asked_is_answered(client, server):
+async def test_a_frozen_engine_is_replaced_and_what_was_asked_is_answered(client, server, capsys):
     before = await scored(client, PROMPT)
     status = await client.ask(p.Status())
     old = server.note_family() - {server.process.pid}
@@ -302,7 +312,7 @@ async def test_a_frozen_engine_is_replaced_and_what_was_asked_is_answered(client
     answer = await client.ask(generate(PROMPT, n=2, max_tokens=20, ignore_eos=True, deadline_s=800))
     assert answer.version == status.version
     assert all(len(ids) == 20 for ids, _ in sampled(answer))
-    assert (await client.ask(p.Status())).restarts == status.restarts + 1, server.log()
+    assert came_back((await client.ask(p.Status())).restarts - status.restarts, server, capsys)
     assert await scored(client, PROMPT) == pytest.approx(before, abs=1e-4)
     assert not old & processes().keys()
 

@@ -216,6 +216,7 @@ class Supervisor:
                 error = self._process.failure(f"The engine did not start again: {failed.what}")
             else:
                 return True
+            log.warning("%s, life %d: %s %s", self._process.name, self.life, error.what, error.why)
             await self._process.stop()
         final = EngineFailed(
             f"The engine failed {MAX_RESTARTS} times in a row without finishing a request. {error.what}",
