@@ -136,7 +136,7 @@ def test_a_run_that_has_ended_is_asked_under_what_it_saved_and_goes_on(registere
         it.good("session.train(); session.close()")
         it.good("session = Session.attach('run')")
         versions = "session.generate('What', version=2)[0].version, session.generate('What')[0].version"
-        assert it.good(versions).shown == "(2, 4)"
+        assert it.good(versions).shown.endswith("(2, 4)")
         scored = "session.evaluate(version={!r}, n=2, temperature=1.0, max_examples=1)"
         answered = it.good(f"[sample.version for sample in {scored.format('latest')}.samples]")
         assert answered.shown == "[4, 4]"
@@ -156,7 +156,7 @@ def test_a_name_that_is_no_run_gets_the_nearest_one(registered, folder):
         it.good(OPEN.format(overrides=[]) + "session.close()")
         error = it.run("Session.attach('rum')").error
         assert "There is no run 'rum'" in error
-        assert "Did you mean 'run'?" in error
+        assert "Did you mean run?" in error
 
 
 AWAITING = """
