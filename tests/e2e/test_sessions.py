@@ -130,6 +130,20 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_can_be_asked_and_says
         it.good("session.close()")
 
 
+def test_a_cell_that_opens_the_run_again_goes_on_with_its_server(registered, folder):
+    opening = OPEN.format(overrides=["server.keep_server_s=60"])
+    with kernel(registered, folder) as it:
+        it.good(opening)
+        it.good(opening)  # Before the server has answered.
+        it.good("session.generate('What')")
+        pid = server_pid(folder)
+        it.good(opening)
+        it.good("session.generate('What')")
+        assert server_pid(folder) == pid
+        it.good("session.close()")
+        assert pid not in processes()
+
+
 def test_a_run_that_has_ended_is_asked_under_what_it_saved_and_goes_on(registered, folder):
     with kernel(registered, folder) as it:
         it.good(OPEN.format(overrides=["grpo.max_steps=4", "grpo.save_steps=2"]))

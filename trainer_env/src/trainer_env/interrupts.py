@@ -17,7 +17,8 @@ class Interrupts:
         """Whether all is being killed already."""
         self._say = say
         self._count = 0
-        self._training = False
+        self.training = False
+        """Whether optimizer steps are being taken."""
 
     @property
     def impatient(self) -> bool:
@@ -27,7 +28,7 @@ class Interrupts:
     def interrupt(self) -> None:
         """One Ctrl-C. Raises KeyboardInterrupt, unless the step is to be taken or everything is being killed."""
         self._count += 1
-        if self._training and self._count == 1:
+        if self.training and self._count == 1:
             self.stop.set()
             self._say("stopping after this step; once more to stop now")
         elif not self.killing:
@@ -43,11 +44,11 @@ class Interrupts:
     @contextmanager
     def stoppable(self) -> Iterator[None]:
         """A Ctrl-C in here lets the step end."""
-        self._training = True
+        self.training = True
         try:
             yield
         finally:
-            self._training = False
+            self.training = False
 
     @contextmanager
     def heeded(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -14,8 +16,33 @@ from trainer_env.display import in_kernel
 from trainer_env.models import weights_bytes
 from trainer_env.placement import Placement, plan
 
+if TYPE_CHECKING:
+    from trainer_env.session import Session
+
+S = TypeVar("S", bound="Session")
+_opened: "WeakValueDictionary[Path, Session]" = WeakValueDictionary()
+"""Sessions that were opened by hand in this process, by their run's folder."""
+
 KEEP_SERVER_S = 900.0
 """How long a notebook's server waits for the next kernel, unless the config says otherwise."""
+
+
+def opened(
+    make: type[S], config: str | Path | TrainConfig | None, overrides: Sequence[str], *, run: str, output_dir: str
+) -> S:
+    """A session that has started; see `Session.open`. One of the same run that is open in this process makes way."""
+    found, source = find(config, overrides, run=run, output_dir=output_dir)
+    folder = found.run_dir.resolve()
+    if earlier := _opened.get(folder):
+        earlier.make_way()
+    session = make(found, place_in_one_process(found, source), source=source, by_hand=True)
+    try:
+        session.start()
+    except BaseException:
+        session.close(now=True)
+        raise
+    _opened[folder] = session
+    return session
 
 
 def place(config: TrainConfig, source: str) -> Placement:

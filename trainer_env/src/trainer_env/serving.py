@@ -122,12 +122,14 @@ class Serving:
                 "The server cannot be kept: server.keep_server_s is 0, so it ends when its trainer goes.",
                 remedy="Set server.keep_server_s to the seconds that it waits for the next trainer, 900 for instance.",
             )
-        client = self.client
-        client.give_up()
-        client.last_words(p.Lease(ends=True, deadline_s=5))
+        client = self._client
+        if client:
+            client.give_up()
+            client.last_words(p.Lease(ends=True, deadline_s=5))
         self._process.let_go()
         self._client = None
-        client.close()
+        if client:
+            client.close()
 
     def close(self, *, now: bool = False) -> None:
         """End the server and its engine, whatever state they are in. now: kill rather than ask.

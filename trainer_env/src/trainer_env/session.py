@@ -7,6 +7,7 @@ import msgspec
 
 from bridge import protocol as p
 from bridge.endpoint import for_people
+from bridge.errors import ConfigError
 from trainer_env import completing, data, models, opening, rewards, saved_adapter
 from trainer_env.checkpoints import checkpoint_to_resume, last_checkpoint
 from trainer_env.completing import Prompts, Version
@@ -86,14 +87,7 @@ class Session:
         default: the config's name and the time. A run that exists goes by its own config and the overrides.
         Raises ConfigError.
         """
-        found, source = opening.find(config, overrides, run=run, output_dir=output_dir)
-        session = cls(found, opening.place_in_one_process(found, source), source=source, by_hand=True)
-        try:
-            session.start()
-        except BaseException:
-            session.close(now=True)
-            raise
-        return session
+        return opening.opened(cls, config, overrides, run=run, output_dir=output_dir)
 
     @classmethod
     def attach(cls, run: str, *overrides: str, output_dir: str = "runs") -> Self:
@@ -294,6 +288,14 @@ class Session:
             lock, self._lock = self._lock, None
             if lock:
                 lock.release()
+
+    def make_way(self) -> None:
+        """Let another session of this run have the server: a cell was run again. Raises ConfigError while it trains."""
+        if self._interrupts.training:
+            raise ConfigError(
+                f"Run {self.config.run!r} is being trained in this process.", remedy="Wait for it, or interrupt it."
+            )
+        self.close(keep_server=bool(self.config.server.get("keep_server_s")) and self._lock is not None)
 
     def __enter__(self) -> Self:
         return self
