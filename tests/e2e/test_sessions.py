@@ -83,6 +83,27 @@ def test_an_interrupted_cell_ends_the_step_and_keeps_the_server(registered, fold
         assert pid not in processes()
 
 
+def test_a_training_that_was_broken_off_goes_on_from_its_checkpoint_in_the_same_session(registered, folder):
+    with kernel(registered, folder) as it:
+        it.good(OPEN.format(overrides=["grpo.max_steps=7", "grpo.save_steps=3"]))
+        interrupts = []
+
+        def interrupt(cell) -> None:
+            if len(interrupts) < 2 and 5 in steps(folder):
+                interrupts.append(True)
+                it.manager.interrupt_kernel()
+                time.sleep(0.2)
+
+        assert "KeyboardInterrupt" in it.run("session.train()", seen=interrupt).error
+        newest = int(it.good("session.generate('What', max_tokens=2)[0].version").shown)
+        assert newest >= 5
+        assert "is to have 2 in all" in it.run("session.train(2)").error
+        assert it.good("print(session.train().steps)").shown == "7\n"
+        assert steps(folder) == list(range(1, 8))
+        assert "There is no adapter version 99" in it.run("session.generate('What', version=99)").error
+        it.good("session.close()")
+
+
 def test_a_killed_kernel_is_followed_by_one_that_looks_and_goes_on(registered, folder, capsys):
     with kernel(registered, folder) as it:
         it.good(OPEN.format(overrides=["grpo.max_steps=8", "grpo.save_steps=2"]))
@@ -175,15 +196,22 @@ def test_a_name_that_is_no_run_gets_the_nearest_one(registered, folder):
 
 AWAITING = """
 import asyncio
+from bridge.errors import ConfigError
 from trainer_env import Session
 
 async def main():
     async with Session.open("job.toml", "grpo.max_steps=30", "grpo.save_steps=1", run="run").aio as session:
+        first = await asyncio.gather(*(session.generate(text, max_tokens=2) for text in "abc"))
+        print({group[0].version for group in first} == {0})
         training = asyncio.create_task(session.train())
         while len(session.session.history.steps) < 2:
             await asyncio.sleep(0.05)
         answers = await asyncio.gather(*(session.generate(text, max_tokens=2) for text in "abc"))
         print(min(group[0].version for group in answers) >= 1, (await session.status()).engine)
+        try:
+            await session.train()
+        except ConfigError as error:
+            print("being trained already" in str(error))
         training.cancel()
         try:
             await training
@@ -191,6 +219,10 @@ async def main():
             print("cancelled")
         done = len(session.session.history.steps)
         print(2 <= done < 30, (await session.train(done + 1)).steps == done + 1)
+    try:
+        await session.generate("a")
+    except ConfigError as error:
+        print("This session is closed" in str(error))
 
 asyncio.run(main())
 """
@@ -200,8 +232,11 @@ def test_a_script_that_awaits_asks_while_it_trains(lab, folder):
     run = lab.start(str(TRAINER_PYTHON), "-c", f"import os; os.chdir({str(folder)!r})\n{AWAITING}")
     assert run.finish().code == 0, run.report()
     assert [line for line in run.stdout.splitlines() if line[:4] in ("True", "canc", "Fals")] == [
+        "True",
         "True vllm",
+        "True",
         "cancelled",
         "True True",
+        "True",
     ]
     run.gone()

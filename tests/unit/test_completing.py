@@ -40,6 +40,11 @@ def test_what_is_no_prompt_is_shown(prompts):
         as_prompts(prompts, DataConfig())
 
 
+def test_one_message_is_no_conversation():
+    with pytest.raises(ConfigError, match="got one message"):
+        as_prompts(USER, DataConfig())
+
+
 @pytest.mark.parametrize(("version", "number"), [("latest", -1), ("base", 0), (0, 0), (12, 12)])
 def test_versions_by_name_and_number(version, number):
     assert number_of(version) == number

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from bridge.errors import ConfigError
@@ -24,6 +25,7 @@ def made(run: str, *overrides: str, output_dir: str = "runs") -> None:
     folder = Path(output_dir) / run
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(config.to_toml(config.load(Path("job.toml"), [*overrides, f"run={run}"])))
+    (folder / "metrics.jsonl").write_text("{}\n")
 
 
 def test_a_new_run_is_named_after_its_file(job):
@@ -55,6 +57,25 @@ def test_a_run_that_exists_goes_by_its_own_config_and_the_overrides(job):
     assert source == "runs/old/config.toml"
 
 
+def test_what_was_not_trained_yet_may_still_be_changed(job):
+    made("old", "seed=5")
+    Path("runs/old/metrics.jsonl").write_text("")
+    assert opening.find("job.toml", ["seed=6"], run="old")[0].seed == 6
+    assert opening.find(None, [], run="old")[0].seed == 5
+
+
+def test_a_run_that_its_file_names_is_gone_on_with_too(job):
+    made("old", "seed=5")
+    found, source = opening.find("job.toml", ["run=old"])
+    assert (found.seed, source) == (5, "runs/old/config.toml")
+
+
+@pytest.mark.parametrize("run", ["my run!", "a/b", "../z", "."])
+def test_a_name_that_is_none_is_refused(job, run):
+    with pytest.raises(ConfigError, match="run"):
+        opening.find("job.toml", [], run=run)
+
+
 def test_an_override_only_has_to_fit_the_run_that_exists(job):
     made("old", 'rewards=[{function="length",args={target=3}},{function="regex",args={pattern="w"}}]')
     found, _ = opening.find(None, ["rewards.1.weight=2"], run="old", output_dir="runs")
@@ -68,8 +89,14 @@ def test_a_run_that_was_moved_is_where_it_is_found(job):
 
 
 def test_a_config_made_in_python_is_taken_as_it_is(job):
-    found, _ = opening.find(config.load(job), [], run="mine")
-    assert found.run == "mine"
+    found, _ = opening.find(config.load(job), ["grpo.max_steps=7"], run="mine")
+    assert (found.run, found.grpo.max_steps) == ("mine", 7)
+
+
+def test_a_config_made_in_python_is_checked_as_one_that_is_read(job):
+    wrong = msgspec.structs.replace(config.load(job), model=config.ModelConfig(name="x", max_seq_length=3))
+    with pytest.raises(ConfigError, match="max_completion_length"):
+        opening.find(wrong, [])
 
 
 def test_a_notebooks_server_waits_for_the_next_kernel(job, monkeypatch):

@@ -39,6 +39,7 @@ class BlockingClient:
         *,
         run_id: str = "",
         alone: bool = False,
+        again: bool = False,
         timeout_s: float = 30.0,
         on_event: OnEvent | None = None,
     ) -> Self:
@@ -46,7 +47,7 @@ class BlockingClient:
         self = cls()
         try:
             connecting = BridgeClient.connect(
-                connection, run_id=run_id, alone=alone, timeout_s=timeout_s, on_event=on_event
+                connection, run_id=run_id, alone=alone, again=again, timeout_s=timeout_s, on_event=on_event
             )
             self._client = _result(self._submit(connecting))
         except BaseException:

@@ -66,12 +66,14 @@ class BridgeClient:
         *,
         run_id: str = "",
         alone: bool = False,
+        again: bool = False,
         timeout_s: float = 30.0,
         on_event: OnEvent | None = None,
     ) -> Self:
         """Say hello; with a run_id, hold that run's lease until close. on_event gets what the server pushes.
 
-        alone: not together with another process of the run that holds it.
+        alone: not together with another process of the run that holds it. again: this process holds it already, and
+        begins anew.
 
         Raises Timeout, PeerDied, Refused (another trainer holds the server, wrong key) and ProtocolMismatch.
         """
@@ -79,7 +81,7 @@ class BridgeClient:
         self._spawn(self._watch_peer())
         try:
             me = f"{os.uname().nodename}:{os.getpid()}"
-            hello = p.Hello(client=me, run_id=run_id, alone=alone, deadline_s=timeout_s)
+            hello = p.Hello(client=me, run_id=run_id, alone=alone, again=again, deadline_s=timeout_s)
             welcome = await self.ask(hello)
             if not isinstance(welcome, p.Welcome) or welcome.protocol != p.PROTOCOL_VERSION:
                 raise ProtocolMismatch(

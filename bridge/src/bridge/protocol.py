@@ -54,6 +54,8 @@ class Hello(Request, frozen=True, kw_only=True):
     run_id: str = ""
     alone: bool = False
     """The lease is asked for under an epoch of its own: not while another process of the run holds it."""
+    again: bool = False
+    """The process that holds the lease begins anew, under another epoch: it goes back to an older version."""
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -33,10 +33,11 @@ class LeaseBook:
         """Seconds since the last heartbeat; infinite before the first."""
         return self.clock() - self._seen
 
-    def attach(self, run_id: str, client: str, *, alone: bool = False) -> bool:
+    def attach(self, run_id: str, client: str, *, alone: bool = False, again: bool = False) -> bool:
         """Give run_id the lease; whether that began a new epoch. client: `host:pid`, for the error and for restarts.
 
-        Processes of one run share its lease, unless one asks to have it alone. Raises Refused while another run holds
+        Processes of one run share its lease, unless one asks to have it alone; the one that holds it may ask again, for
+        a new epoch. Raises Refused while another run holds
         it, or another process that is not to be shared with.
         """
         if self.only_run and run_id != self.only_run:
@@ -44,7 +45,7 @@ class LeaseBook:
                 f"This server belongs to run {self.only_run!r}, not {run_id!r}.",
                 remedy="Start a server of your own, or use that run's name.",
             )
-        fresh = not self.alive or _died_here(self._client)
+        fresh = not self.alive or _died_here(self._client) or (again and client == self._client)
         if self.alive and (run_id != self.run_id or (alone and not fresh)):
             raise Refused(
                 f"Run {self.run_id!r} ({self._client}) holds this server.",

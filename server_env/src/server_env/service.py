@@ -192,7 +192,7 @@ class Service:
             )
         if hello.run_id:
             same_run = hello.run_id == self.book.run_id
-            if self.book.attach(hello.run_id, hello.client, alone=hello.alone):
+            if self.book.attach(hello.run_id, hello.client, alone=hello.alone, again=hello.again):
                 self.adapters.new_epoch(same_run=same_run)
                 log.info("run %r (%s) holds the lease, epoch %d", hello.run_id, hello.client, self.book.epoch)
             await self._stop_dozing()

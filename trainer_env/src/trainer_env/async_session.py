@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AsyncSession:
-    """As the Session that it is made from (`Session.aio`): each call runs in a thread, so that the loop goes on.
+    """What of a Session takes time, to be awaited: each call runs in a thread. The rest is in `session`.
 
     Questions may be asked while the run trains. A `train` that is cancelled ends after the step that is being taken.
     """

@@ -24,9 +24,7 @@ class Curve:
 
 def chart(curves: Sequence[Curve], *, title: str, last_x: float = 0.0) -> str:
     """An SVG element. last_x: where the axis ends, if the points do not reach it yet."""
-    finite = [
-        (curve, [(x, y if y is not None and math.isfinite(y) else None) for x, y in curve.points]) for curve in curves
-    ]
+    finite = [(curve, [(x, _finite(y)) for x, y in curve.points]) for curve in curves]
     right = max([last_x, 1.0, *(x for _, points in finite for x, _ in points)])
     low, high = _range([y for _, points in finite for _, y in points if y is not None])
 

@@ -1,6 +1,6 @@
 """Completions for people and scripts: prompts as they are written, and what came back as text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +48,8 @@ def as_prompts(prompts: Prompts, data: DataConfig) -> list[Prompt]:
 
     Raises ConfigError for what is neither text nor messages.
     """
+    if isinstance(prompts, Mapping):
+        raise ConfigError(f"Expected a prompt as text or as a list of messages, got one message: {prompts!r:.120}.")
     if isinstance(prompts, str) or _is_conversation(prompts):
         prompts = [prompts]
     return [_as_prompt(prompt, data) for prompt in prompts]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from bridge.settings import decode_toml
+from bridge.settings import apply_overrides, decode_dict, decode_toml
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -292,6 +292,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     config = decode_toml(path, TrainConfig, overrides)
     check(config, str(path))
     return config
+
+
+def changed(config: TrainConfig, overrides: Sequence[str], source: str) -> TrainConfig:
+    """A config with `key=value` overrides applied, and checked as one that is read. Raises ConfigError."""
+    from trainer_env.config_checks import check
+
+    found = decode_dict(apply_overrides(msgspec.to_builtins(config), overrides), TrainConfig, source)
+    check(found, source)
+    return found
 
 
 def named(config: TrainConfig, path: Path) -> TrainConfig:

@@ -17,8 +17,7 @@ class Interrupts:
         """Whether all is being killed already."""
         self._say = say
         self._count = 0
-        self.training = False
-        """Whether optimizer steps are being taken."""
+        self._stoppable = False
 
     @property
     def impatient(self) -> bool:
@@ -28,7 +27,7 @@ class Interrupts:
     def interrupt(self) -> None:
         """One Ctrl-C. Raises KeyboardInterrupt, unless the step is to be taken or everything is being killed."""
         self._count += 1
-        if self.training and self._count == 1:
+        if self._stoppable and self._count == 1:
             self.stop.set()
             self._say("stopping after this step; once more to stop now")
         elif not self.killing:
@@ -36,7 +35,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def forget(self) -> None:
-        """Something new begins: what came before does not end it."""
+        """What was interrupted is over: it ends nothing that comes after it."""
         self._count = 0
         self.ending = False
         self.stop.clear()
@@ -44,11 +43,11 @@ class Interrupts:
     @contextmanager
     def stoppable(self) -> Iterator[None]:
         """A Ctrl-C in here lets the step end."""
-        self.training = True
+        self._stoppable = True
         try:
             yield
         finally:
-            self.training = False
+            self._stoppable = False
 
     @contextmanager
     def heeded(self) -> Iterator[None]:

@@ -1,18 +1,20 @@
 """From what people write to a Session: a config file, or the name of a run, and what this machine has."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
-from weakref import WeakValueDictionary
 
 import msgspec
 
 from bridge.errors import ConfigError
 from trainer_env import arguments
-from trainer_env.config import TrainConfig, load, named
+from trainer_env.checkpoints import last_checkpoint
+from trainer_env.config import TrainConfig, changed, load, named
 from trainer_env.config_checks import require_whole_groups
 from trainer_env.devices import detect
 from trainer_env.display import in_kernel
+from trainer_env.finding import CONFIG
 from trainer_env.models import weights_bytes
 from trainer_env.placement import Placement, plan
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from trainer_env.session import Session
 
 S = TypeVar("S", bound="Session")
-_opened: "WeakValueDictionary[Path, Session]" = WeakValueDictionary()
+_opened: "dict[Path, Session]" = {}
 """Sessions that were opened by hand in this process, by their run's folder."""
 
 KEEP_SERVER_S = 900.0
@@ -33,9 +35,10 @@ def opened(
     """A session that has started; see `Session.open`. One of the same run that is open in this process makes way."""
     found, source = find(config, overrides, run=run, output_dir=output_dir)
     folder = found.run_dir.resolve()
-    if earlier := _opened.get(folder):
-        earlier.make_way()
     session = make(found, place_in_one_process(found, source), source=source, by_hand=True)
+    session.check()
+    if (earlier := _opened.pop(folder, None)) and earlier.is_open:  # Only now: a mistake costs nobody their server.
+        earlier.make_way()
     try:
         session.start()
     except BaseException:
@@ -75,27 +78,38 @@ def find(
     """The config of a session that is opened by hand, and what errors call it.
 
     config: what a new run is made from: a file, a TrainConfig, the bare name of one that comes with Tandem, or None for
-    the demo. A run that exists has a config of
-    its own, which holds instead; the overrides are applied to either. output_dir: default: the config's.
-    Raises ConfigError.
+    the demo. A run that has begun has a config of its own, which holds instead; so has any run when config is None. The
+    overrides are applied to either. run: its name; default: the config's, else one of the time. output_dir: default:
+    the config's. Raises ConfigError.
     """
-    path, found = None, None
-    if not (run and output_dir):
-        path, found = _new(config, overrides)
-        output_dir = output_dir or found.output_dir
-    own = Path(output_dir) / run / "config.toml"
-    if run and own.is_file():
+    if config is None and run:
+        own = Path(output_dir or "runs") / run / CONFIG
+        if own.is_file():
+            return _as(load(own, overrides), run, output_dir or "runs", own), str(own)
+    path, found = _new(config, overrides)
+    run, output_dir = run or found.run, output_dir or found.output_dir
+    own = Path(output_dir) / run / CONFIG
+    if run and own.is_file() and _has_begun(own.parent):
         path, found = own, load(own, overrides)
-    elif path is None or found is None:
-        path, found = _new(config, overrides)
-    found = msgspec.structs.replace(found, run=run or found.run, output_dir=output_dir)
-    return _kept_in_a_kernel(named(found, path)), str(path)
+    return _as(found, run, output_dir, path), str(path)
+
+
+def _as(config: TrainConfig, run: str, output_dir: str, path: Path) -> TrainConfig:
+    """The config under that name, in that place."""
+    names = [f"run={json.dumps(run)}", f"output_dir={json.dumps(output_dir)}"]
+    return _kept_in_a_kernel(named(changed(config, names, str(path)), path))
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether anything of a run was trained."""
+    metrics = folder / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or last_checkpoint(folder / "checkpoints") is not None
 
 
 def _new(config: str | Path | TrainConfig | None, overrides: Sequence[str]) -> tuple[Path, TrainConfig]:
     """What a new run is made from, and what to call it."""
     if isinstance(config, TrainConfig):
-        return Path("session.toml"), config
+        return Path("session.toml"), changed(config, overrides, "the config")
     path = _file(config)
     return path, load(path, overrides)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from bridge.digest import digest
+from bridge.errors import ConfigError
 from bridge.protocol import AdapterLoaded, PublishAdapter, Status
 from trainer_env.checkpoints import last_checkpoint, step_of
 from trainer_env.config import RolloutConfig
@@ -17,10 +18,11 @@ from trainer_env.server import Server
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def missing(server: Server, run_dir: Path, version: int) -> Path | None:
+def missing(server: Server, run_dir: Path, version: int, *, may_come: bool = False) -> Path | None:
     """The folder of a version (-1: the newest) that the run has saved and that the server can still be given.
 
-    None: it holds it, or says that it does not when it is asked.
+    None: it holds it, or says that it does not when it is asked. may_come: the run trains. Without, a version that
+    nobody has is a ConfigError: the server would wait for it.
     """
     newest = server.ask(Status()).version
     if version < 0:
@@ -32,7 +34,14 @@ def missing(server: Server, run_dir: Path, version: int) -> Path | None:
     if step_of(checkpoint) == version:
         return checkpoint
     best = best_adapter.read(run_dir)
-    return run_dir / best_adapter.NAME if best and best.version == version else None
+    if best and best.version == version:
+        return run_dir / best_adapter.NAME
+    if may_come:
+        return None
+    raise ConfigError(
+        f"There is no adapter version {version}: the server's newest is {newest}, and the run has not saved that one.",
+        remedy="Leave the version out for the newest.",
+    )
 
 
 def publish(server: Server, folder: Path, rollout: RolloutConfig) -> AdapterLoaded:

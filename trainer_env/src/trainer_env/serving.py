@@ -1,5 +1,6 @@
 """A run's server: checked, started or taken over, connected to, replaced when it dies, kept or ended."""
 
+import contextlib
 import logging
 import tempfile
 import threading
@@ -107,6 +108,13 @@ class Serving:
             self._hold(self._attach())
         return self.client
 
+    def begin_anew(self) -> LastingClient:
+        """Hold the server under another epoch, in which the first version may be older than its newest."""
+        old, self._client = self.client, None
+        old.close()
+        self._hold(self._attach(again=True))
+        return self.client
+
     def restarts(self) -> int:
         """How often an engine or a tandem-server was started again in this run's time with them."""
         return self._past_restarts + self.client.ask(p.Status()).restarts
@@ -116,7 +124,7 @@ class Serving:
         return None if self._process.alive else self._process.died()
 
     def keep(self) -> None:
-        """Let go of the server and leave it running, for `server.keep_server_s`. Raises ConfigError, PeerDied."""
+        """Let go of the server and leave it running, for `server.keep_server_s`. Raises ConfigError."""
         if not self._config.server.get("keep_server_s", 0):
             raise ConfigError(
                 "The server cannot be kept: server.keep_server_s is 0, so it ends when its trainer goes.",
@@ -125,7 +133,8 @@ class Serving:
         client = self._client
         if client:
             client.give_up()
-            client.last_words(p.Lease(ends=True, deadline_s=5))
+            with contextlib.suppress(BridgeError):  # It may be gone: whoever comes next will find out.
+                client.last_words(p.Lease(ends=True, deadline_s=5))
         self._process.let_go()
         self._client = None
         if client:
@@ -158,11 +167,16 @@ class Serving:
             return  # It may be gone, or hang: the ladder that follows does not need its answer.
         self._process.wait_ended(30)
 
-    def _attach(self) -> BlockingClient:
-        """A client that holds the lease, once the server is ready."""
+    def _attach(self, *, again: bool = False) -> BlockingClient:
+        """A client that holds the lease, once the server is ready. again: this process holds it already."""
         connection = self._process.wait_ready(READY_TIMEOUT_S)
         return BlockingClient.connect(
-            connection, run_id=self._config.run, alone=True, timeout_s=CONNECT_TIMEOUT_S, on_event=self._on_event
+            connection,
+            run_id=self._config.run,
+            alone=True,
+            again=again,
+            timeout_s=CONNECT_TIMEOUT_S,
+            on_event=self._on_event,
         )
 
     def _hold(self, client: BlockingClient | None) -> None:

@@ -1,20 +1,20 @@
 """The door to a run: what a command line, a notebook or a script does with one."""
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-import msgspec
 
 from bridge import protocol as p
 from bridge.endpoint import for_people
 from bridge.errors import ConfigError
-from trainer_env import completing, data, models, opening, rewards, saved_adapter
-from trainer_env.checkpoints import checkpoint_to_resume, last_checkpoint
+from trainer_env import data, models, opening, rewards
+from trainer_env.asking import Asking
+from trainer_env.checkpoints import checkpoint_to_resume, last_checkpoint, step_of
 from trainer_env.completing import Prompts, Version
-from trainer_env.config import TrainConfig, to_toml
+from trainer_env.config import TrainConfig, changed, to_toml
 from trainer_env.display import Display, Mode, open_display
 from trainer_env.environment_record import write_environment
-from trainer_env.evaluation import Answered, evaluate
+from trainer_env.evaluation import Answered
 from trainer_env.finding import find_run
 from trainer_env.interrupts import Interrupts
 from trainer_env.jsonl import write_atomically
@@ -24,12 +24,10 @@ from trainer_env.records import Summary
 from trainer_env.report_to import require_packages
 from trainer_env.run_folder import RunLock, needing_room, step_to_resume
 from trainer_env.run_reader import RunFiles, read_run
-from trainer_env.sampler import Sampler
 from trainer_env.server import Server
 from trainer_env.server_process import versions
 from trainer_env.serving import Serving
 from trainer_env.training import Training, phase, timed, turns
-from trainer_env.turns import Turns
 
 if TYPE_CHECKING:
     from trainer_env.async_session import AsyncSession
@@ -71,10 +69,11 @@ class Session:
         self._interrupts = Interrupts(say=self._say)
         self._serving = Serving(config, placement, say=self._say)
         self._model = ""
-        self._sampler: Sampler | None = None
-        self._turns = Turns()
+        self._asking: Asking | None = None
         self._display: Display | None = None
         self._lock: RunLock | None = None
+        self._connecting = threading.RLock()
+        self._training = threading.Lock()
 
     @classmethod
     def open(
@@ -92,7 +91,7 @@ class Session:
     @classmethod
     def attach(cls, run: str, *overrides: str, output_dir: str = "runs") -> Self:
         """A run that exists, as `open` gives it. Raises ConfigError, with the nearest name, when there is none."""
-        folder = find_run(run, Path(output_dir))
+        folder = find_run(run, Path(output_dir)).resolve()
         return cls.open(None, *overrides, run=folder.name, output_dir=str(folder.parent))
 
     @property
@@ -157,16 +156,15 @@ class Session:
         data.chat is false. temperature: default: the run's; 0 is greedy. max_tokens: default: the run's. version: of
         the adapter: "latest", "base" for the model without one, or a number. Raises what the server answers.
         """
-        grpo = self.config.grpo
-        groups = completing.complete(
-            self._asking(version),
-            completing.as_prompts(prompts, self.config.data),
+        asking = self._asking_now()
+        return asking.generate(
+            prompts,
             n=n,
-            temperature=grpo.temperature if temperature is None else temperature,
-            max_tokens=max_tokens or grpo.max_completion_length,
+            temperature=temperature,
+            max_tokens=max_tokens,
             version=version,
+            may_come=self._training.locked(),
         )
-        return groups[0] if completing.is_single(prompts) else groups
 
     def evaluate(
         self,
@@ -181,17 +179,16 @@ class Session:
         What is left out is as `[evaluation]` says. `Answered` has reward_mean, pass_at and the samples. Raises what the
         server answers, RewardError, and ConfigError when nothing is held out, or n greedy answers would be alike.
         """
-        settings = self.config.evaluation
-        sampler = self._asking(version)
+        asking = self._asking_now()
         with phase(self._serving, self._interrupts):
-            return evaluate(
-                sampler,
-                self._data.evaluation[: (settings.max_examples if max_examples is None else max_examples) or None],
+            return asking.evaluate(
+                self._data.evaluation,
                 self._rewards,
-                n=settings.num_generations if n is None else n,
-                temperature=settings.temperature if temperature is None else temperature,
-                version=completing.number_of(version),
-                pass_threshold=settings.pass_threshold,
+                version=version,
+                n=n,
+                temperature=temperature,
+                max_examples=max_examples,
+                may_come=self._training.locked(),
             )
 
     def status(self) -> p.ServerStatus:
@@ -222,16 +219,22 @@ class Session:
         it at once, and raises KeyboardInterrupt. Raises what the server, a reward or the trainer raises, and
         ConfigError when the run cannot go on.
         """
+        if not self._training.acquire(blocking=False):
+            raise ConfigError(f"Run {self.config.run!r} is being trained already.", remedy="Wait, or interrupt it.")
+        try:
+            with self._interrupts.heeded():
+                return self._trained(steps)
+        finally:
+            if self._by_hand:  # Otherwise the end of the training is the end of it all.
+                self._interrupts.forget()
+            self._training.release()
+
+    def _trained(self, steps: int | None) -> Summary:
+        self._require_open()
         if steps is not None:
-            grpo = msgspec.structs.replace(self.config.grpo, max_steps=steps)
-            self.config = msgspec.structs.replace(self.config, grpo=grpo)
+            self.config = changed(self.config, [f"grpo.max_steps={steps}"], "train")
         if self._by_hand:
-            self._resume = bool(self.history.steps) or last_checkpoint(self.config.run_dir / "checkpoints") is not None
-            if self._resume:
-                checkpoint_to_resume(self.config.run_dir / "checkpoints")
-            self._write_config()
-            self._show(self.config.tracking.display)
-        self._interrupts.forget()
+            self._go_on()
         training = Training(
             config=self.config,
             placement=self.placement,
@@ -244,11 +247,30 @@ class Session:
             display=self._shown,
             resume=self._resume,
         )
-        with self._interrupts.heeded():
-            try:
-                return training.run()
-            finally:
-                self._display = None
+        try:
+            return training.run()
+        finally:
+            display, self._display = self._display, None
+            if display:
+                display.close()
+
+    def _go_on(self) -> None:
+        """A run that is opened by hand goes on from where it is; a server that is ahead of that begins anew."""
+        done, checkpoints = self.history.steps, self.config.run_dir / "checkpoints"
+        if done and self.config.grpo.max_steps < done[-1].step:
+            raise ConfigError(
+                f"Run {self.config.run!r} has taken {done[-1].step} optimizer steps, and is to have "
+                f"{self.config.grpo.max_steps} in all.",
+                remedy="Give the number of all its steps, not of those to come.",
+            )
+        self._resume = bool(done) or last_checkpoint(checkpoints) is not None
+        if self._resume:
+            step = step_of(checkpoint_to_resume(checkpoints))
+            if self._serving.connected and self.status().version > step:
+                self._serving.begin_anew()
+                self._asking = None
+        self._write_config()
+        self._show(self.config.tracking.display)
 
     def export(
         self, out: str | Path, *, what: "What" = "adapter", which: str | int = "last", force: bool = False
@@ -281,7 +303,7 @@ class Session:
         try:
             self._serving.close(now=now)
         finally:
-            self._sampler = None
+            self._asking = None
             display, self._display = self._display, None
             if display:
                 display.close()
@@ -289,9 +311,14 @@ class Session:
             if lock:
                 lock.release()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds its run: from `start` to `close`."""
+        return self._lock is not None
+
     def make_way(self) -> None:
         """Let another session of this run have the server: a cell was run again. Raises ConfigError while it trains."""
-        if self._interrupts.training:
+        if self._training.locked():
             raise ConfigError(
                 f"Run {self.config.run!r} is being trained in this process.", remedy="Wait for it, or interrupt it."
             )
@@ -309,6 +336,12 @@ class Session:
 
     # ---- what these are made of --------------------------------------------------------------------------------------
 
+    def _require_open(self) -> None:
+        if self._lock is None:
+            raise ConfigError(
+                "This session is closed.", remedy=f"Session.attach({self.config.run!r}) opens the run again."
+            )
+
     def _write_config(self) -> None:
         """The run as it is trained, in its folder."""
         write_atomically(self.config.run_dir / "config.toml", to_toml(self.config).encode())
@@ -317,33 +350,22 @@ class Session:
 
     def _connected(self) -> Server:
         """The server, once its engine has answered and its lease is ours."""
-        if self._serving.connected:
-            return self._serving.client
+        with self._connecting:
+            self._require_open()
+            return self._serving.client if self._asking else self._connect()
+
+    def _connect(self) -> Server:
         with phase(self._serving, self._interrupts), timed("the server answers", self._shown):
             client = self._serving.connect()
-        self._turns = turns(self.placement, client, self._shown)
+        self._asking = Asking(client, self._model, self.config, turns(self.placement, client, self._shown))
         for line in for_people(client.welcome.http_url, client.welcome.metrics_url):
             self._shown.note(line)
         return client
 
-    def _asking(self, version: Version) -> Sampler:
-        """How people ask a version: with a tokenizer that needs no torch, of a server that holds it."""
-        client, number = self._connected(), completing.number_of(version)
-        if folder := saved_adapter.missing(client, self.config.run_dir, number):
-            with self._turns.servers():
-                saved_adapter.publish(client, folder, self.config.rollout)
-        if self._sampler is None:
-            from trainer_env import tokenizing
-
-            tokenizer = tokenizing.load(self._model)
-            self._sampler = Sampler(
-                client,
-                tokenizer,
-                self.config,
-                eos_token_ids=getattr(tokenizer, "eos_token_ids", ()),
-                turns=self._turns,
-            )
-        return self._sampler
+    def _asking_now(self) -> Asking:
+        self._connected()
+        assert self._asking
+        return self._asking
 
     @property
     def _shown(self) -> Display:

@@ -113,7 +113,8 @@ class StepReport(TrainerCallback):
             logs.update(step_figures(metrics))
         if self._after_step is not None:
             self._after_step(state.global_step)
-        if self._is_enough():
+        stopped = ranks.any_of(self._stop is not None and self._stop.is_set())  # While it evaluated, perhaps.
+        if self._is_enough() or stopped:
             control.should_training_stop = control.should_save = True
         self._mark = time.perf_counter()
         return control

@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 
 import jinja2
 import tokenizers
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bridge.errors import ConfigError
@@ -32,6 +34,8 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         settings = _read(folder / "tokenizer_config.json")
         self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()  # What a tokenizer was saved with is not what a run asks for.
+        self._tokenizer.no_padding()
         self._special = {name: _content(settings[name]) for name in SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(folder, settings)
         self.eos_token_ids = self._eos_token_ids(folder)
@@ -64,15 +68,18 @@ class Tokenizer:
         if continue_final_message:
             *earlier, last = conversation
             conversation = [*earlier, {**last, "content": f"{last['content']}{_END}"}]
-        template = _environment().from_string(self.chat_template)
         try:
-            text = template.render(
-                messages=conversation,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special,
-                **variables,
+            text = (
+                _environment()
+                .from_string(self.chat_template)
+                .render(
+                    messages=conversation,
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._special,
+                    **variables,
+                )
             )
         except jinja2.TemplateError as error:
             raise ConfigError(
@@ -144,10 +151,22 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
 
 def _environment() -> jinja2.Environment:
     """As models' templates expect it: templates come with models, and are not trusted."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [loopcontrols, _Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     return environment
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model wrote, for training on it: to asking it means nothing."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """What stands in between."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
