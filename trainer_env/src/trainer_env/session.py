@@ -136,7 +136,7 @@ class Session:
         with needing_room(self.config):
             self._lock = RunLock(self.config)
             if not (self._by_hand and (run_dir / "config.toml").is_file()):
-                self._write_config()
+                self._write_config(self.config)
             self._serving.start(self._model, anew=not (self._resume or self._by_hand))
 
     # ---- asking ------------------------------------------------------------------------------------------------------
@@ -231,10 +231,10 @@ class Session:
 
     def _trained(self, steps: int | None) -> Summary:
         self._require_open()
-        if steps is not None:
-            self.config = changed(self.config, [f"grpo.max_steps={steps}"], "train")
+        config = self.config if steps is None else changed(self.config, [f"grpo.max_steps={steps}"], "train")
         if self._by_hand:
-            self._go_on()
+            self._go_on(config)
+        self.config = config
         training = Training(
             config=self.config,
             placement=self.placement,
@@ -254,13 +254,13 @@ class Session:
             if display:
                 display.close()
 
-    def _go_on(self) -> None:
+    def _go_on(self, config: TrainConfig) -> None:
         """A run that is opened by hand goes on from where it is; a server that is ahead of that begins anew."""
-        done, checkpoints = self.history.steps, self.config.run_dir / "checkpoints"
-        if done and self.config.grpo.max_steps < done[-1].step:
+        done, checkpoints = self.history.steps, config.run_dir / "checkpoints"
+        if done and config.grpo.max_steps < done[-1].step:
             raise ConfigError(
-                f"Run {self.config.run!r} has taken {done[-1].step} optimizer steps, and is to have "
-                f"{self.config.grpo.max_steps} in all.",
+                f"Run {config.run!r} has taken {done[-1].step} optimizer steps, and is to have "
+                f"{config.grpo.max_steps} in all.",
                 remedy="Give the number of all its steps, not of those to come.",
             )
         self._resume = bool(done) or last_checkpoint(checkpoints) is not None
@@ -269,8 +269,8 @@ class Session:
             if self._serving.connected and self.status().version > step:
                 self._serving.begin_anew()
                 self._asking = None
-        self._write_config()
-        self._show(self.config.tracking.display)
+        self._write_config(config)
+        self._show(config.tracking.display)
 
     def export(
         self, out: str | Path, *, what: "What" = "adapter", which: str | int = "last", force: bool = False
@@ -342,9 +342,9 @@ class Session:
                 "This session is closed.", remedy=f"Session.attach({self.config.run!r}) opens the run again."
             )
 
-    def _write_config(self) -> None:
+    def _write_config(self, config: TrainConfig) -> None:
         """The run as it is trained, in its folder."""
-        write_atomically(self.config.run_dir / "config.toml", to_toml(self.config).encode())
+        write_atomically(config.run_dir / "config.toml", to_toml(config).encode())
         write_atomically(self.config.run_dir / "placement.json", self.placement.to_json())
         write_environment(self.config.run_dir, self.placement, self._serving.versions())
 
