@@ -136,7 +136,7 @@ class Session:
         with needing_room(self.config):
             self._lock = RunLock(self.config)
             if not (self._by_hand and (run_dir / "config.toml").is_file()):
-                self._write_config(self.config)
+                self._write_config()
             self._serving.start(self._model, anew=not (self._resume or self._by_hand))
 
     # ---- asking ------------------------------------------------------------------------------------------------------
@@ -269,7 +269,8 @@ class Session:
             if self._serving.connected and self.status().version > step:
                 self._serving.begin_anew()
                 self._asking = None
-        self._write_config(config)
+        self.config = config
+        self._write_config()
         self._show(config.tracking.display)
 
     def export(
@@ -342,9 +343,9 @@ class Session:
                 "This session is closed.", remedy=f"Session.attach({self.config.run!r}) opens the run again."
             )
 
-    def _write_config(self, config: TrainConfig) -> None:
+    def _write_config(self) -> None:
         """The run as it is trained, in its folder."""
-        write_atomically(config.run_dir / "config.toml", to_toml(config).encode())
+        write_atomically(self.config.run_dir / "config.toml", to_toml(self.config).encode())
         write_atomically(self.config.run_dir / "placement.json", self.placement.to_json())
         write_environment(self.config.run_dir, self.placement, self._serving.versions())
 
