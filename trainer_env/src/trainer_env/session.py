@@ -1,5 +1,6 @@
 """The door to a run: what a command line, a notebook or a script does with one."""
 
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -358,12 +359,18 @@ class Session:
     def _connect(self) -> Server:
         with phase(self._serving, self._interrupts), timed("the server answers", self._shown):
             client = self._serving.connect()
-        self._asking = Asking(client, self._model, self.config, turns(self.placement, client, self._shown))
+        self._asking = Asking(
+            client, self._model, self.config, turns(self.placement, client, self._shown, release=_release)
+        )
         for line in for_people(client.welcome.http_url, client.welcome.metrics_url):
             self._shown.note(line)
         return client
 
     def _asking_now(self) -> Asking:
+        if self.placement.mode == "time-share" and self._training.locked():
+            raise ConfigError(
+                "The halves take turns on this GPU, and it is the trainer's.", remedy="Ask when it has trained."
+            )
         self._connected()
         assert self._asking
         return self._asking
@@ -384,3 +391,9 @@ class Session:
 
     def _say(self, text: str) -> None:
         self._shown.status(text)
+
+
+def _release() -> None:
+    """Give back what an earlier training of this process keeps on the GPU."""
+    if torch := sys.modules.get("torch"):
+        torch.cuda.empty_cache()
