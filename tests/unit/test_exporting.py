@@ -17,7 +17,7 @@ from bridge.errors import BridgeError, ConfigError
 from trainer_env import cli, config
 from trainer_env.exporting import export
 from trainer_env.exporting.export_folder import RECORD
-from trainer_env.exporting.serve_commands import Served, serve_commands
+from trainer_env.exporting.serve_commands import Served, asked_as, serve_commands
 from trainer_env.records import Evaluation, StepMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -99,8 +99,9 @@ def test_an_adapter_is_written_with_its_tokenizer_base_and_story(a_run, base, tm
     assert "adapter of run adding after step 10 (reward 0.100)" in card
     assert str(base) in card
     assert "base_model:" not in card  # A folder is no name on a hub.
-    for command in done.commands.values():
-        assert command in card
+    assert done.asked == {"vllm": "adding", "sglang": f"{base}:adding"}  # SGLang's base answers for "adding".
+    for backend, command in done.commands.items():
+        assert f"```\n{command}\n```\n\nIt answers OpenAI's API for the model `{done.asked[backend]}`.\n" in card
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -209,12 +210,14 @@ def test_an_adapter_of_half_a_stack_has_no_command_for_sglang(a_run, tmp_path):
     assert "only together with k_proj, v_proj" in done.notes[0]
 
 
-def test_the_command_says_where_it_is_and_how_to_serve_it(a_run, tmp_path, capsys):
+def test_the_command_says_where_it_is_and_how_to_serve_it(a_run, base, tmp_path, capsys):
     a_run()
     assert cli.main(["export", "adding", "--out", "out", "--which", "8"]) == 0
     printed = capsys.readouterr().out
     assert "the adapter of run adding after step 8 (reward 0.080)" in printed
     assert f"--lora-modules adding={tmp_path}/out" in printed
+    asked = [line for line in printed.splitlines() if line.startswith("and ask for the model ")]
+    assert [line.rpartition(" ")[2] for line in asked] == ["adding", f"{base}:adding"]
     assert cli.main(["export", "addin", "--out", "other"]) == 2
     assert "Did you mean adding?" in capsys.readouterr().err
     assert cli.main(["export", "adding", "--out", "out"]) == 2
@@ -255,4 +258,6 @@ def test_commands_where_no_engine_is_installed_are_those_of_their_projects(tmp_p
     assert "'adding=/tmp/my adapter' --max-lora-rank 16" in adapter["vllm"]
     assert "--max-lora-rank 12 --lora-target-modules q_proj k_proj" in adapter["sglang"]
     assert all("--trust-remote-code" in command for command in adapter.values())
+    assert all("--served-model-name adding" in command for command in merged.values())
+    assert {asked_as(SERVED["merged"], backend) for backend in merged} == {"adding"}
     assert not re.search("cpu|--lora|PYTHONPATH", " ".join(merged.values()))

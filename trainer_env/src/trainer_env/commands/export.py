@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     for note in done.notes:
         print(f"{'note':<13}{note}")
     for backend, command in done.commands.items():
-        print(f"\nserve it with {backend}:\n  {command}")
+        print(f"\nserve it with {backend}:\n  {command}\nand ask for the model {done.asked[backend]}")
     return 0
 
 

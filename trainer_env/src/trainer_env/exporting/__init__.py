@@ -19,7 +19,7 @@ from trainer_env import models
 from trainer_env.exporting.export_folder import replace_folder, require_place
 from trainer_env.exporting.exported_from import Origin, find_adapter
 from trainer_env.exporting.model_card import model_card
-from trainer_env.exporting.serve_commands import Served, half_stacks, serve_commands
+from trainer_env.exporting.serve_commands import Served, asked_as, half_stacks, serve_commands
 from trainer_env.finding import CONFIG
 from trainer_env.run_folder import is_full
 
@@ -43,10 +43,11 @@ MERGE_TIMEOUT_S = 3600.0
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """commands: how to serve the folder, by backend. notes: what is good to know of it, for people."""
+    """commands: how to serve the folder, by backend; asked: which model to ask for then. notes: for people."""
 
     folder: Path
     commands: dict[str, str]
+    asked: dict[str, str]
     origin: Origin
     notes: tuple[str, ...] = ()
 
@@ -95,10 +96,11 @@ def export(
                 f"SGLang serves such an adapter only together with {', '.join(others)}: export the merged model for it."
             )
         commands = serve_commands(served)
-        card = model_card(origin, base=base, what=what, rank=served.rank, commands=commands, notes=notes)
+        asked = {backend: asked_as(served, backend) for backend in commands}
+        card = model_card(origin, base=base, what=what, rank=served.rank, commands=commands, asked=asked, notes=notes)
         (aside / "README.md").write_text(card, encoding="utf-8")
         replace_folder(aside, out, {"run": run_dir.name, "step": origin.step, "what": what})
-    return Exported(out, commands, origin, tuple(notes))
+    return Exported(out, commands, asked, origin, tuple(notes))
 
 
 def _base(config: configs.TrainConfig, adapter: Path) -> str:

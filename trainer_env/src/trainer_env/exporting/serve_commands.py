@@ -19,7 +19,8 @@ _HERE = ("--host", "127.0.0.1")
 class Served(msgspec.Struct, frozen=True):
     """What is to be served. model: a folder or a hub name. adapter: a PEFT folder to serve on top of it, or none.
 
-    name: what clients ask for. dtype: to compute in; empty: the model's own. rank, modules: the adapter's.
+    name: of the adapter, or of the model without one. dtype: to compute in; empty: the model's own. rank, modules: the
+    adapter's.
     """
 
     model: str
@@ -41,6 +42,11 @@ def serve_commands(served: Served, venvs: Path | None = None) -> dict[str, str]:
     if not half_stacks(served.modules):
         commands["sglang"] = _sglang(served, venvs / "server-sglang")
     return commands
+
+
+def asked_as(served: Served, backend: str) -> str:
+    """The model that clients name in a request. SGLang answers from the base for the name of an adapter alone."""
+    return f"{served.model}:{served.name}" if served.adapter and backend == "sglang" else served.name
 
 
 def half_stacks(modules: Iterable[str]) -> list[str]:
