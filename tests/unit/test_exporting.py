@@ -184,6 +184,62 @@ def test_force_replaces_an_export_and_keeps_what_others_put_beside_it(a_run, bas
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_what_others_put_beside_an_export_stays_whole(a_run, tmp_path):
+    run, out = a_run(), tmp_path / "out"
+    export(run, out)
+    subprocess.run(["git", "init", "-q", out], check=True)
+    (out / "private").mkdir(mode=0o700)
+    out.chmod(0o750)
+    before = {path.relative_to(out): path.stat().st_mode for path in out.rglob("*")}
+    export(run, out, which=8, force=True)
+    assert {path.relative_to(out): path.stat().st_mode for path in out.rglob("*")} == before
+    assert out.stat().st_mode & 0o777 == 0o750
+    status = subprocess.run(["git", "-C", out, "status", "--short"], check=True, capture_output=True, text=True)
+    assert "?? adapter_model.safetensors" in status.stdout
+    # Where an export would write a file, somebody has a folder.
+    (out / "vocab.json").mkdir()
+    (tmp_path / "base" / "vocab.json").write_text("{}")
+    assert "is in the way" in refusal(run, out, force=True)
+    assert (out / "vocab.json").is_dir()
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_last_export(a_run, base, tmp_path, monkeypatch):
+    run, out = a_run(), tmp_path / "out"
+    export(run, out)
+    rename = Path.rename
+
+    def failing(path, target):
+        if target == out and not path.name == "out":
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(BridgeError, match="out cannot be written: Input/output error"):
+        export(run, out, which=8, force=True)
+    assert (out / "adapter_model.safetensors").read_bytes() == weights_of(base, 10)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_an_export_never_takes_the_place_of_the_working_directory(a_run, tmp_path, monkeypatch):
+    run = a_run()
+    here = tmp_path / "here" / "below"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for out in (".", "..", "../../here", str(here)):
+        assert "is the working directory, or has it inside" in refusal(run, Path(out))
+    assert list(here.iterdir()) == []
+    done = export(run, Path("../beside"))
+    assert done.folder == tmp_path / "here" / "beside"
+    assert f"adding={done.folder}" in done.commands["vllm"]
+
+
+def test_a_place_that_cannot_be_made_is_one_line(a_run, tmp_path):
+    run = a_run()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BridgeError, match=r"out cannot be written: Not a directory\.$"):
+        export(run, tmp_path / "file" / "below" / "out")
+
+
 def test_a_full_disk_is_one_line_and_leaves_the_last_export(a_run, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -64,12 +64,13 @@ def export(
         raise ConfigError(f"Expected adapter or merged, got {what!r}.")
     config = configs.load(run_dir / CONFIG)
     origin = find_adapter(run_dir, which)
-    require_place(out, force=force)
+    with _in_words(out):
+        require_place(out, force=force)
+    out = out.resolve()
     modules = _modules(origin.folder / ADAPTER_FILES[1])
     base = _base(config, origin.folder)
     notes: list[str] = []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _aside(out) as aside:
+    with _in_words(out), _aside(out) as aside:
         settings = _adapter_settings(origin.folder, base)
         if what == "adapter":
             _write_adapter(origin.folder, aside, settings)
@@ -79,14 +80,12 @@ def export(
                 notes.append("It was trained over the base in 4 bit and is merged into the base in 16: answers differ.")
         if not _copy_tokenizer(base, aside):
             notes.append(f"The tokenizer is that of {base}: its files could not be found here.")
-        served = Served(
-            model=str(out.absolute()), name=run_dir.resolve().name, trust_remote_code=config.model.trust_remote_code
-        )
+        served = Served(model=str(out), name=run_dir.resolve().name, trust_remote_code=config.model.trust_remote_code)
         if what == "adapter":
             served = msgspec.structs.replace(
                 served,
                 model=base,
-                adapter=out.absolute(),
+                adapter=out,
                 dtype=config.model.dtype,
                 rank=settings["r"],
                 modules=modules,
@@ -207,18 +206,24 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """A folder to write into, beside where it goes; gone again if that fails. Says plainly that the disk is full."""
-    aside = Path()
+    """A folder to write into, beside where it goes; gone again if that fails."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
         aside.chmod(0o755)
         yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _in_words(out: Path) -> Iterator[None]:
+    """What the file system refuses as a BridgeError, a full disk plainly."""
+    try:
+        yield
     except OSError as error:
         if is_full(error):
             raise BridgeError(
                 f"The disk of {out} is full.", why=str(error), remedy="Make room, or name a folder on another disk."
             ) from error
         raise BridgeError(f"{out} cannot be written: {error.strerror or error}.") from error
-    finally:
-        if aside.name:
-            shutil.rmtree(aside, ignore_errors=True)
