@@ -18,7 +18,7 @@ from trainer_env import cli, config
 from trainer_env.exporting import export
 from trainer_env.exporting.export_folder import RECORD
 from trainer_env.exporting.serve_commands import Served, asked_as, serve_commands
-from trainer_env.records import Evaluation, StepMetrics
+from trainer_env.records import Best, Evaluation, StepMetrics
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "demo.toml"
@@ -122,6 +122,27 @@ def test_the_last_one_of_a_run_that_was_killed_is_its_newest_checkpoint(a_run, b
     (run / "summary.json").write_text(json.dumps(summary))
     assert export(run, tmp_path / "again").origin.step == 8
     assert export(run, tmp_path / "six", which=6).origin.folder == run / "adapter"
+
+
+def test_the_step_of_the_best_adapter_is_the_one_noted_beside_it(a_run, tmp_path):
+    run = a_run()
+    best = Best(step=6, reward_mean=0.4, version=6)  # It was kept, and the run killed before the evaluation's line.
+    (run / "best" / "best.json").write_bytes(msgspec.json.encode(best))
+    assert export(run, tmp_path / "out", which="best").origin.step == 6
+
+
+def test_a_base_named_from_another_folder_is_found_where_the_run_found_it(a_run, base, tmp_path, monkeypatch):
+    models = tmp_path / "models"
+    models.mkdir()
+    mine = base.rename(models / "mine")
+    monkeypatch.chdir(tmp_path)
+    run = a_run('model.name="models/mine"', checkpoints=(), final=None, best=None)
+    lora_files.make(mine, 3, base_model_name_or_path=str(mine)).write(run / "adapter")
+    monkeypatch.chdir(run)
+    export(run, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(mine)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_what_is_not_there_is_said_in_one_line(a_run, tmp_path):

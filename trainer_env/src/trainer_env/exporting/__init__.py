@@ -105,13 +105,13 @@ def export(
 def _base(config: configs.TrainConfig, adapter: Path) -> str:
     """The base model as anybody here can find it: an absolute folder, or a name on the hub. Raises ConfigError."""
     name = config.model.name
-    if name.startswith(models.PREFIX) or Path(name).expanduser().is_dir():
+    if name.startswith(models.PREFIX):
         return models.resolve(name)
-    written = str(_read(adapter / ADAPTER_FILES[0]).get("base_model_name_or_path") or "")
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        # A folder, seen from where the run was made.
-        return written if written and Path(written).is_dir() else models.resolve(name)
-    return name
+    written = Path(str(_read(adapter / ADAPTER_FILES[0]).get("base_model_name_or_path") or ""))
+    if written.is_absolute() and written.is_dir():
+        return str(written)  # A name in the config is seen from where the run was made.
+    a_folder = Path(name).expanduser().is_dir() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return models.resolve(name) if a_folder else name
 
 
 def _adapter_settings(adapter: Path, base: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from bridge.errors import ConfigError
+from trainer_env.evaluation import best_adapter
 from trainer_env.records import Evaluation, StepMetrics, Summary
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -77,6 +78,8 @@ def _best(run_dir: Path) -> Origin:
             why="It is kept when evaluation.every is above 0 and evaluation.keep_best is true, once a reward is known.",
             remedy=f"There are: {_what_there_is(run_dir)}.",
         )
+    if known := best_adapter.read(run_dir):
+        return _origin(run_dir, folder, known.step)
     summary = _summary(run_dir)
     evaluated = [record for record in _lines(run_dir / "evaluations.jsonl", Evaluation) if record.step > 0]
     best = max(evaluated, key=lambda record: record.reward_mean, default=None)
