@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -14,6 +17,7 @@ import pytest
 
 import lora_files
 from bridge.errors import BridgeError, ConfigError
+from bridge.guard import living
 from trainer_env import cli, config
 from trainer_env.exporting import export
 from trainer_env.exporting.export_folder import RECORD
@@ -279,6 +283,53 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_export(a_run, tmp_path):
         assert {path.name for path in disk.iterdir()} == {"out", "ballast"}
     finally:
         subprocess.run(["umount", "--lazy", disk], check=False)
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Has merging find a module of this text in place of torch, which it imports first."""
+    folder = tmp_path / "stand-ins"
+    folder.mkdir()
+    paths = [str(folder), *(path for path in sys.path if path.endswith("src"))]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    return (folder / "torch.py").write_text
+
+
+def test_what_merging_prints_before_it_dies_is_no_answer(a_run, tmp_path, stand_in):
+    stand_in(
+        "import os\nprint('[torch] loading', flush=True)\nos.write(1, b'\\xff')\nos.write(2, b'no more')\nos._exit(3)\n"
+    )
+    with pytest.raises(BridgeError, match="failed with exit status 3") as failed:
+        export(a_run(), tmp_path / "out", what="merged")
+    assert failed.value.log_tail == "no more"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_an_export_that_is_ended_leaves_nothing_running(a_run, tmp_path, stand_in, number, status):
+    a_run()
+    pid = tmp_path / "pid"
+    stand_in(
+        f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(f'{{os.getpid()}}\\n')\ntime.sleep(100)\n"
+    )
+    words = ["export", "adding", "--out", "out", "--what", "merged"]
+    main = f"import sys; from trainer_env.cli import main; sys.exit(main({words}))"
+    with subprocess.Popen([sys.executable, "-c", main], cwd=tmp_path) as command:
+        wait_for(lambda: pid.is_file() and pid.read_text().endswith("\n"))
+        merging = int(pid.read_text())
+        assert living(merging)
+        command.send_signal(number)
+        assert command.wait(30) == status
+    wait_for(lambda: not living(merging))
+    if number == signal.SIGTERM:
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))]
+
+
+def wait_for(happened):
+    for _ in range(600):
+        if happened():
+            return
+        time.sleep(0.05)
+    raise TimeoutError
 
 
 def test_an_adapter_of_half_a_stack_has_no_command_for_sglang(a_run, tmp_path):

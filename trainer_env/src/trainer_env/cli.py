@@ -26,11 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run tandem-train; its exit status: 0 done, 1 failed, 2 wrong configuration, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     _keep_bytecode()
-    if words and words[0] in arguments.COMMANDS:
-        command = import_module(f"trainer_env.commands.{words[0]}")
-        return reported(lambda: command.main(words[1:]))
-    options = arguments.parse(words)
     signal.signal(signal.SIGTERM, _interrupt)
+    if words and words[0] in arguments.COMMANDS:
+        return reported(lambda: import_module(f"trainer_env.commands.{words[0]}").main(words[1:]))
+    options = arguments.parse(words)
     return reported(lambda: _run(options))
 
 

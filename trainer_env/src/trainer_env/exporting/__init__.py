@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -130,13 +131,20 @@ def _write_adapter(adapter: Path, folder: Path, settings: dict[str, Any]) -> Non
 def _merge(base: str, adapter: Path, folder: Path, config: configs.TrainConfig) -> None:
     """In a process of its own. Raises what it says, or BridgeError with the end of what it printed."""
     dtype = "float16" if config.model.dtype == "float16" else "bfloat16"
-    command = [sys.executable, "-m", "trainer_env.exporting.merging", base, str(adapter), str(folder), "--dtype", dtype]
+    command = [sys.executable, "-m", "trainer_env.exporting.merging", base, str(adapter), str(folder)]
+    command += ["--parent", str(os.getpid()), "--dtype", dtype]
     command += ["--trust-remote-code"] if config.model.trust_remote_code else []
     if not Path(base).is_dir():
         models.resolve(base)  # Says plainly what is wrong with a name, and goes offline where there is no network.
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=MERGE_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=MERGE_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired as error:
         raise BridgeError(
@@ -144,8 +152,8 @@ def _merge(base: str, adapter: Path, folder: Path, config: configs.TrainConfig) 
         ) from error
     if done.returncode == 0:
         return
-    if done.stdout.strip():
-        raise from_failure(msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Failure))
+    if failure := _failure(done.stdout):
+        raise from_failure(failure)
     if is_full(Exception(done.stderr)):
         raise OSError(28, "No space left on device")
     raise BridgeError(
@@ -154,6 +162,14 @@ def _merge(base: str, adapter: Path, folder: Path, config: configs.TrainConfig) 
         log_tail="\n".join(done.stderr.strip().splitlines()[-8:]),
         remedy="Export the adapter alone, --what adapter, or merge on a machine with more memory.",
     )
+
+
+def _failure(printed: str) -> Failure | None:
+    """What merging says went wrong, in its last line; None when it came to an end before it could."""
+    try:
+        return msgspec.json.decode(printed.strip().rpartition("\n")[2], type=Failure)
+    except msgspec.MsgspecError:
+        return None
 
 
 def _copy_tokenizer(base: str, folder: Path) -> bool:

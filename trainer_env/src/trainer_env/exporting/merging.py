@@ -1,16 +1,19 @@
-"""Merge an adapter into its base model: `python -m trainer_env.exporting.merging BASE ADAPTER FOLDER`.
+"""Merge an adapter into its base model: `python -m trainer_env.exporting.merging BASE ADAPTER FOLDER --parent PID`.
 
-A process of its own, so that the memory goes back. It prints what went wrong as a `bridge.errors.Failure`, in JSON.
+A process of its own, so that the memory goes back. It prints what went wrong as a `bridge.errors.Failure`, in JSON, on the
+last line.
 """
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from bridge import guard
 from bridge.errors import BridgeError, ConfigError, to_failure
 
 ROOM = 1.2
@@ -84,9 +87,11 @@ def main() -> int:
     parser.add_argument("base")
     parser.add_argument("adapter", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--parent", type=int, required=True, help="ends when the process of this pid does")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--trust-remote-code", action="store_true")
     options = parser.parse_args()
+    guard.end_with_parent(options.parent, signal.SIGTERM)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # A run may hold the GPU, and there is more memory here.
     try:
         merge(
@@ -97,7 +102,7 @@ def main() -> int:
             trust_remote_code=options.trust_remote_code,
         )
     except BridgeError as error:
-        sys.stdout.buffer.write(msgspec.json.encode(to_failure(error)))
+        print(f"\n{msgspec.json.encode(to_failure(error)).decode()}")
         return 1
     return 0
 
