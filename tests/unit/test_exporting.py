@@ -176,6 +176,28 @@ def test_a_rank_stabilized_scaling_is_written_plainly(a_run, tmp_path):
     assert (written["use_rslora"], written["lora_alpha"], written["r"]) == (False, 16 * math.sqrt(4), 4)
 
 
+def test_the_hub_is_known_to_be_out_of_reach_before_its_client_is_imported(a_run, tmp_path, monkeypatch):
+    client = tmp_path / "stand-ins" / "huggingface_hub"
+    client.mkdir(parents=True)
+    (client / "errors.py").write_text(
+        "class HfHubHTTPError(Exception): pass\nclass LocalEntryNotFoundError(Exception): pass\n"
+    )
+    (client / "__init__.py").write_text(
+        "import os\nfrom .errors import *\n"
+        "def snapshot_download(*_, offline=os.environ['HF_HUB_OFFLINE'], **__):\n    raise OSError\n"
+    )
+    for name in ("huggingface_hub", "huggingface_hub.errors"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(client.parent)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    done = export(a_run('model.name="owner/model"'), tmp_path / "out")
+    assert "tokenizer is that of owner/model" in done.notes[0]
+    assert sys.modules.pop("huggingface_hub").snapshot_download.__kwdefaults__ == {"offline": "1"}
+    sys.modules.pop("huggingface_hub.errors")
+
+
 def test_a_folder_of_somebody_else_is_never_touched(a_run, tmp_path):
     run, out = a_run(), tmp_path / "out"
     out.mkdir()

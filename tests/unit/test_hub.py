@@ -1,11 +1,16 @@
-"""Without a network the Hugging Face libraries are told so before they try."""
+"""The Hugging Face libraries are told to send no statistics, and without a network to try nothing."""
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
+from bridge.errors import ConfigError
+from trainer_env import cli, config
 from trainer_env.hub import go_offline_unless_reachable
+from trainer_env.placement import Placement
+from trainer_env.session import Session
 
 
 @pytest.fixture
@@ -52,3 +57,23 @@ def test_a_proxy_is_left_to_find_the_hub(monkeypatch, listener):
 def test_who_is_offline_on_purpose_is_told_so(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE is set" in go_offline_unless_reachable()
+
+
+def a_command():
+    assert cli.main(["config", "show", "seed"]) == 0
+
+
+def a_session():
+    demo = Path(__file__).parents[2] / "configs" / "demo.toml"
+    with pytest.raises(ConfigError):
+        Session(config.load(demo, ["data.source=none.jsonl"]), Placement(mode="cpu"))
+
+
+@pytest.mark.parametrize("start", [a_command, a_session])
+def test_no_statistics_are_sent_unless_somebody_wants_to(monkeypatch, start):
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "0")
+    start()
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "0"
+    del os.environ["HF_HUB_DISABLE_TELEMETRY"]
+    start()
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"

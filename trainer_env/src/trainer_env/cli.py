@@ -15,6 +15,7 @@ import msgspec
 
 from bridge.errors import BridgeError, ConfigError
 from trainer_env import arguments, config
+from trainer_env.hub import without_statistics
 
 if TYPE_CHECKING:
     from trainer_env.session import Session
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run tandem-train; its exit status: 0 done, 1 failed, 2 wrong configuration, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     _keep_bytecode()
+    without_statistics()
     signal.signal(signal.SIGTERM, _interrupt)
     if words and words[0] in arguments.COMMANDS:
         return reported(lambda: import_module(f"trainer_env.commands.{words[0]}").main(words[1:]))

@@ -1,4 +1,7 @@
-"""Without a network, go offline at once: the Hugging Face libraries try for half a minute first, for each file."""
+"""What the Hugging Face libraries are told before they are imported: to send no statistics, and to go offline at once.
+
+Without a network they would try for half a minute first, for each file.
+"""
 
 import os
 import socket
@@ -6,6 +9,14 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 PATIENCE_S = 5.0
+
+
+def without_statistics() -> None:
+    """Have the hub's client send none, in this process and its children, unless the environment says otherwise.
+
+    To be called before it is imported: it reads that variable once.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 def go_offline_unless_reachable() -> str:

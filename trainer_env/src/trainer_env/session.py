@@ -17,6 +17,7 @@ from trainer_env.display import Display, Mode, open_display
 from trainer_env.environment_record import write_environment
 from trainer_env.evaluation import Answered
 from trainer_env.finding import find_run
+from trainer_env.hub import without_statistics
 from trainer_env.interrupts import Interrupts
 from trainer_env.jsonl import write_atomically
 from trainer_env.placement import Placement
@@ -59,6 +60,7 @@ class Session:
         resume: bool = False,
         by_hand: bool = False,
     ) -> None:
+        without_statistics()
         self.config = config = settled(config, placement)
         self.placement = placement
         self._source = source

@@ -22,6 +22,7 @@ from trainer_env.exporting.exported_from import Origin, find_adapter
 from trainer_env.exporting.model_card import model_card
 from trainer_env.exporting.serve_commands import Served, asked_as, half_stacks, serve_commands
 from trainer_env.finding import CONFIG
+from trainer_env.hub import go_offline_unless_reachable
 from trainer_env.run_folder import is_full
 
 What = Literal["adapter", "merged"]
@@ -176,12 +177,10 @@ def _copy_tokenizer(base: str, folder: Path) -> bool:
     """The base's tokenizer beside it, byte for byte; whether it was found."""
     source = Path(base)
     if not source.is_dir():
+        go_offline_unless_reachable()
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-        from trainer_env.hub import go_offline_unless_reachable
-
-        go_offline_unless_reachable()
         try:
             source = Path(snapshot_download(base, allow_patterns=list(TOKENIZER_FILES)))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
