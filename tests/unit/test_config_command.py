@@ -7,8 +7,9 @@ import pytest
 
 from bridge.errors import ConfigError
 from bridge.settings import problems
-from trainer_env import cli, config, config_tools
+from trainer_env import cli, config, config_tools, opening, trl_settings
 from trainer_env.config import TrainConfig
+from trainer_env.devices import Device, Devices
 from trainer_env.setting_words import demo_comments, known_keys, words
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -82,6 +83,17 @@ def test_a_setting_is_looked_up_with_its_value_default_type_and_meaning(run):
     assert "For one batch of completions." in run("show", DEMO, "rewards.0.timeout_s")[1]
     assert "evaluation.keep_best = true" in run("show", "evaluation")[1]
     assert 'server.backend = "vllm"' in run("show", "server.backend")[1]
+
+
+def test_what_stands_in_a_free_table_is_shown_with_what_the_table_is_for(run):
+    a_run("adding", "rewards.0.args.ending=0.2", "grpo.extra.delta=2.5", "server.engine_env.A='b'")
+    code, text = run("show", "adding", "rewards.0.args.ending")
+    assert (code, text.splitlines()[0]) == (0, "rewards.0.args.ending = 0.2  (adding)")
+    assert "what the function is given besides the batch" in text
+    assert run("show", "adding", "grpo.extra.delta")[1].startswith("grpo.extra.delta = 2.5  (adding)\n")
+    for key in ("server.engine_env.A", "server.engine_env"):
+        assert run("show", "adding", key)[1].startswith('server.engine_env.A = "b"  (adding)\nthe server half')
+    assert run("show", "adding", "rewards.0.args.begining")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -217,6 +229,29 @@ def test_a_machine_that_cannot_run_a_config_does_not_make_it_wrong(run, tmp_path
     code, text = run("check", DEMO, "--set", "placement.mode=split")
     assert code == 0
     assert "not checked: the server half, since this machine cannot run it" in text
+
+
+def test_groups_that_this_machine_would_cut_are_said(run, tmp_path, monkeypatch):
+    """On a CPU two processes make a whole group; here are GPUs, and one of them trains."""
+    program = tmp_path / "venvs" / "server-vllm" / "bin" / "tandem-server"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("TANDEM_VENVS", str(tmp_path / "venvs"))
+    gpus = tuple(Device(id=str(index), total_bytes=80 << 30, free_bytes=80 << 30) for index in range(2))
+    monkeypatch.setattr(opening, "detect", lambda: Devices(gpus=gpus, cores=8))
+    code, text = run("check", DEMO, "--set", "placement.trainer_ranks=2", "--set", "grpo.per_device_train_batch_size=4")
+    assert code == 0
+    assert "this machine cannot run it" in text
+    assert "expected a multiple of num_generations (8)" in text
+
+
+def test_an_extra_setting_that_tandem_needs_as_it_is_is_refused(run, no_server_half):
+    for key in set(trl_settings.owned(config.load(DEMO))) - set(config.GrpoConfig.__struct_fields__):
+        code, text = run("check", DEMO, "--set", f"grpo.extra.{key}=5")
+        assert code == 2
+        assert f"grpo.extra.{key}: cannot be set here: " in text
+    assert run("check", DEMO, "--set", "grpo.extra.delta=2.5")[0] == 0
 
 
 def test_configs_that_differ_are_a_table_and_the_same_ones_nothing(run):

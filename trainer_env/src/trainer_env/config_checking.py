@@ -59,9 +59,7 @@ def check(path: Path, overrides: Sequence[str] = (), *, load: bool = False) -> V
 
 def _server_half(config: TrainConfig, source: str) -> tuple[list[str], list[str]]:
     """(What the server half refuses, what could not be asked of it.)"""
-    from trainer_env.devices import detect
-    from trainer_env.models import weights_bytes
-    from trainer_env.placement import plan
+    from trainer_env.opening import place
     from trainer_env.server_process import environment_folder
     from trainer_env.serving import Serving
 
@@ -70,13 +68,7 @@ def _server_half(config: TrainConfig, source: str) -> tuple[list[str], list[str]
     except ConfigError as error:
         return [], [f"the server half: {error.what} ({error.remedy})"]
     try:
-        placement = plan(
-            config.placement,
-            detect(),
-            overlap=config.lookahead("cpu") > 0,
-            server=config.server,
-            model_bytes=weights_bytes(config.model.name),
-        )
+        placement = place(config, source)
     except ConfigError as error:
         return [], [f"the server half, since this machine cannot run it: {error.what}"]
     try:

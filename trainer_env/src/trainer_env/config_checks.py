@@ -9,6 +9,7 @@ import msgspec
 
 from bridge.errors import ConfigError
 from bridge.settings import nearest
+from trainer_env import trl_settings
 from trainer_env.arguments import BACKENDS
 from trainer_env.config import GrpoConfig, TrainConfig
 
@@ -121,11 +122,14 @@ def _sampling(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _extra(config: TrainConfig) -> Iterator[Problem]:
+    owned = trl_settings.owned(config)
     for key in config.grpo.extra:
         if key in GrpoConfig.__struct_fields__:
             yield f"grpo.extra.{key}", f"set it as grpo.{key}"
         elif key in _OWNED:
             yield f"grpo.extra.{key}", f"cannot be set here: {_OWNED[key]}"
+        elif key in owned:
+            yield f"grpo.extra.{key}", "cannot be set here: Tandem sets it, and relies on it"
 
 
 def _groups(config: TrainConfig, ranks: int) -> Iterator[Problem]:

@@ -41,6 +41,11 @@ def known_keys() -> list[str]:
     return list(_fields(TrainConfig, ""))
 
 
+def is_known(key: str) -> bool:
+    """Whether `words` knows a setting or a section of that name; numbers of lists may be in it."""
+    return _INDEX.sub("", key) in _fields(TrainConfig, "")
+
+
 def words(key: str, demo: Path | None = None) -> Words:
     """What a setting is, takes and means. demo: a TOML file with comments to learn from. Raises ConfigError."""
     plain = _INDEX.sub("", key)

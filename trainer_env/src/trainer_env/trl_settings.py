@@ -37,6 +37,11 @@ def trl_settings(
     return {**settings, **config.grpo.extra}
 
 
+def owned(config: TrainConfig) -> Collection[str]:
+    """The names of GRPOConfig that Tandem sets, and grpo.extra must not."""
+    return _settings(config, [], on_gpu=False).keys()
+
+
 def _settings(config: TrainConfig, reward_weights: list[float], *, on_gpu: bool) -> dict[str, Any]:
     grpo = config.grpo
     return {

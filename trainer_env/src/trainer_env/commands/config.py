@@ -10,7 +10,7 @@ from trainer_env import arguments, config, config_tools
 from trainer_env.cli import EXIT_CONFIG
 from trainer_env.config_checking import check
 from trainer_env.finding import RUNS, config_name, find_config, is_config
-from trainer_env.setting_words import OTHER_HALF, known_keys, words
+from trainer_env.setting_words import OTHER_HALF, is_known, known_keys, words
 from trainer_env.toml_writer import toml_value
 
 _EPILOG = """\
@@ -96,15 +96,19 @@ def _config_and_key(what: Sequence[str], runs: Path) -> tuple[str, str]:
 
 def _explain(key: str, loaded: config.TrainConfig, path: Path) -> None:
     values = config_tools.settings(loaded)
-    if key in values and key.partition(".")[0] in OTHER_HALF:
-        print(f"{key} = {toml_value(values[key].value)}  ({path})")
-        print("the server half's: see configs/demo.toml and docs/backends.md")
-        return
-    told = words(key, arguments.demo())
     below = {name: setting for name, setting in values.items() if name == key or name.startswith(f"{key}.")}
+    known = key
+    while below and not is_known(known):
+        known = known.rpartition(".")[0]  # What stands in a free table, such as a reward's args, is the table's.
+    told = words(known, arguments.demo())
     for name, setting in below.items():
         print(f"{name} = {toml_value(setting.value)}  ({config_name(path)})")
-    rows = [("default", told.default or "none: it has to be set"), ("takes", told.takes)] if key in values else []
+    if known in OTHER_HALF and known != key:
+        print("the server half's: see configs/demo.toml and docs/backends.md")
+        return
+    its_own = key in values and known == key
+    rows = [("default", told.default or "none: it has to be set"), ("takes", told.takes)] if its_own else []
+    rows += [("in", known)] if known != key else []
     rows += [("means", " — ".join(told.meaning))] if told.meaning else []
     rows += [("section", told.section)]
     for name, text in rows:
