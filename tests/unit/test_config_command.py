@@ -129,6 +129,7 @@ def test_every_setting_has_words():
         assert told.takes
         assert "a value" not in told.takes
         assert told.section
+        assert told.meaning or "a table of" in told.takes, key  # Of a section its table says it.
     with pytest.raises(ConfigError):
         words("no.such", DEMO)
 

@@ -1,4 +1,4 @@
-"""A run as data: every setting of the trainer half, read from TOML. configs/demo.toml explains them one by one."""
+"""A run as data: every setting of the trainer half, read from TOML. configs/demo.toml explains most at length."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -8,44 +8,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from bridge.settings import apply_overrides, decode_dict, decode_toml
+from trainer_env.config_types import Count, Fraction, Natural, NotNegative, Positive, Section
+from trainer_env.grpo_config import GrpoConfig
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
-Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-
-Scheduler = Literal[
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-]
-Optimizer = Literal[
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "paged_adamw_8bit",
-    "paged_adamw_32bit",
-    "lion_8bit",
-    "lion_32bit",
-    "adafactor",
-    "sgd",
-]
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab"]
-CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every section: immutable, and a key that it does not know is an error."""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -60,6 +26,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     load_in_4bit: bool = False
     use_gradient_checkpointing: bool | Literal["unsloth"] = "unsloth"
     trust_remote_code: bool = False
+    """Run the Python that comes with the model, in both halves, as you. Only for models that need it and you trust."""
 
 
 class LoraConfig(Section, frozen=True, kw_only=True):
@@ -77,11 +44,19 @@ class LoraConfig(Section, frozen=True, kw_only=True):
         "up_proj",
         "down_proj",
     )
+    """Names of the layers that get an adapter. Fewer train less and load faster; SGLang wants q, k and v, or gate and
+    up, together.
+    """
     use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r) rather than lora_alpha / r; for ranks of 64 and more."""
     init_lora_weights: bool | Literal["gaussian"] = True
+    """How the adapter starts, as in PEFT: true, or "gaussian". With either it changes nothing at first."""
     use_dora: bool = False
+    """As in PEFT. Neither engine can serve it: leave it at false."""
     bias: Literal["none", "all", "lora_only"] = "none"
+    """As in PEFT. The server cannot serve trained biases: leave it at "none"."""
     modules_to_save: tuple[str, ...] = ()
+    """As in PEFT. The server cannot serve whole modules: leave it empty."""
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
@@ -89,20 +64,26 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
     source: Annotated[str, msgspec.Meta(min_length=1)] = "builtin:arithmetic"
     """`builtin:arithmetic`, a .jsonl, .parquet or .csv file, `verifiers:ENVIRONMENT`, or a Hugging Face name."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
     """What a `verifiers:` environment is configured with."""
     subset: str = ""
+    """The configuration of a data set on the hub, where it has several."""
     split: str = "train"
+    """The part of a data set on the hub that is trained on."""
     eval_split: str = ""
+    """Held-out examples of their own: a split on the hub, else a file. Empty: they are taken out of training."""
     eval_size: Natural = 16
     """Examples held out of training, unless eval_split names a split of its own (then: at most so many of it)."""
     max_examples: Natural = 0
+    """Train on the first so many examples only; 0: all. For a quick try."""
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     prompt_template: str = ""
     system_prompt: str = ""
     chat: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    """Put prompts into the model's chat template. false sends them as they are, for models without one."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What the chat template is given besides, such as { enable_thinking = false }."""
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
@@ -111,67 +92,11 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     function: Annotated[str, msgspec.Meta(min_length=1)]
     """A built-in name, `module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
+    """Its factor in the sum that is maximized. Below 0 punishes; 0 only shows it in metrics and samples."""
     name: str = ""
     timeout_s: Positive = 60.0
     """For one batch of completions."""
-    args: dict[str, Any] = {}
-
-
-class GrpoConfig(Section, frozen=True, kw_only=True):
-    """How the policy learns. Names and meanings as in TRL's GRPOConfig; extra goes to it unchanged."""
-
-    num_generations: Annotated[int, msgspec.Meta(ge=2)] = 8
-    per_device_train_batch_size: Count = 8
-    gradient_accumulation_steps: Count = 1
-    steps_per_generation: Count | None = None
-    """None: gradient_accumulation_steps."""
-    num_iterations: Count = 1
-    max_steps: Count = 100
-    learning_rate: Positive = 1e-5
-    lr_scheduler_type: Scheduler = "linear"
-    warmup_steps: Natural = 0
-    optim: Optimizer = "adamw_torch"
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.999
-    adam_epsilon: Positive = 1e-8
-    weight_decay: NotNegative = 0.0
-    max_grad_norm: Positive = 1.0
-    loss_type: LossType = "dapo"
-    beta: NotNegative = 0.0
-    epsilon: Positive = 0.2
-    epsilon_high: Positive | None = None
-    """None: epsilon."""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    mask_truncated_completions: bool = False
-    vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: CorrectionMode = "token_truncate"
-    vllm_importance_sampling_clip_max: Positive = 3.0
-    vllm_importance_sampling_clip_min: Positive | None = None
-    temperature: Positive = 1.0
-    top_p: Share = 1.0
-    top_k: Natural = 0
-    min_p: Fraction = 0.0
-    max_completion_length: Count = 256
-    shuffle_dataset: bool = True
-    save_steps: Natural = 0
-    """Optimizer steps between two checkpoints; 0: none, but for the one that an interrupted run leaves."""
-    save_total_limit: Count = 2
-    extra: dict[str, Any] = {}
-
-    @property
-    def generation_steps(self) -> int:
-        """Micro-batches that one generation batch is cut into: steps_per_generation, or its default."""
-        return self.steps_per_generation or self.gradient_accumulation_steps
-
-    @property
-    def window(self) -> int:
-        """Optimizer steps that are taken on one generation batch."""
-        return max(1, self.generation_steps * self.num_iterations // self.gradient_accumulation_steps)
-
-    def lookahead(self, max_staleness: int) -> int:
-        """Generation batches that may be sampled ahead of the one that trains, within a bound on staleness."""
-        return (max_staleness - (self.window - 1)) // self.window
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -181,6 +106,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Optimizer steps that a completion's version may lie behind. None: see TrainConfig.max_staleness."""
     timeout_s: Positive = 300.0
     publish_timeout_s: Positive = 60.0
+    """Seconds that the server may take to load one adapter; raise it for high ranks on slow disks."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     on_sync_mismatch: Literal["stop", "warn"] = "stop"
     """When the proof of sync finds that the server does not compute the policy that is trained."""
@@ -190,7 +116,9 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     """Held-out prompts, answered before, during and after training."""
 
     before: bool = True
+    """Answer the held-out examples with the base model first. false starts sooner, with nothing to compare with."""
     after: bool = True
+    """Answer them with what training ended with."""
     every: Natural = 0
     """Optimizer steps between two evaluations; 0: none in between."""
     max_examples: Natural = 0
@@ -214,14 +142,18 @@ class PlacementConfig(Section, frozen=True, kw_only=True):
 
     mode: Literal["auto", "split", "shared", "time-share", "cpu"] = "auto"
     accelerator: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: what the machine has; cuda: refuse to run without a GPU; cpu: leave GPUs alone."""
     server_gpus: tuple[str | int, ...] = ()
     trainer_gpus: tuple[str | int, ...] = ()
+    """As server_gpus, for the trainer: one process on each. Empty: those that the server leaves."""
     trainer_gib: NotNegative = 0.0
     """GPU memory that the trainer needs beside an engine on the same GPU; 0: estimated from the model's size."""
     trainer_ranks: Natural = 0
     """Processes that train on the CPU; 0: one. On GPUs there is one for each that trains."""
     server_threads: Natural = 0
+    """Threads of the engine; 0: on a CPU half the cores when both halves work at once, else its own default."""
     trainer_threads: Natural = 0
+    """Threads of each trainer process; 0: on a CPU its share of the cores that the engine leaves."""
 
 
 class TrackingConfig(Section, frozen=True, kw_only=True):
@@ -248,9 +180,12 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     placement: PlacementConfig = PlacementConfig()
     tracking: TrackingConfig = TrackingConfig()
-    server: dict[str, Any] = {}
-    vllm: dict[str, Any] = {}
-    sglang: dict[str, Any] = {}
+    server: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The server half's own: which engine, its limits and waits. See configs/demo.toml and docs/backends.md."""
+    vllm: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of vLLM, under its own names; docs/backends.md says which are Tandem's."""
+    sglang: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of SGLang, under its own names; docs/backends.md says which are Tandem's."""
 
     @property
     def backend(self) -> str:

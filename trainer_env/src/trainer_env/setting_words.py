@@ -1,9 +1,10 @@
-"""What each setting means, in words: read from where it is explained, config.py and configs/demo.toml."""
+"""What each setting means, in words: read from where it is explained, the sections' fields and configs/demo.toml."""
 
 import ast
 import inspect
 import itertools
 import re
+import sys
 import types
 import typing
 from pathlib import Path
@@ -13,7 +14,6 @@ import msgspec
 
 from bridge.errors import ConfigError
 from bridge.settings import nearest
-from trainer_env import config as configs
 from trainer_env.config import TrainConfig
 from trainer_env.toml_writer import toml_value
 
@@ -145,7 +145,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 def _docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
     """The string under each field of a class, by the field's name."""
-    tree = ast.parse(inspect.getsource(configs))
+    tree = ast.parse(inspect.getsource(sys.modules[struct.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == struct.__name__)
     return {
         field.target.id: " ".join(text.value.value.split())

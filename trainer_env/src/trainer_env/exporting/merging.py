@@ -1,7 +1,7 @@
 """Merge an adapter into its base model: `python -m trainer_env.exporting.merging BASE ADAPTER FOLDER --parent PID`.
 
-A process of its own, so that the memory goes back. It prints what went wrong as a `bridge.errors.Failure`, in JSON, on the
-last line.
+A process of its own, so that the memory goes back. What went wrong is the last line that it prints, as JSON of a
+`bridge.errors.Failure`.
 """
 
 import argparse
