@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.errors import BridgeError, ConfigError
-from trainer.running import TINY, tiny_config
+from trainer.running import tiny_config
 from trainer_env import config
 from trainer_env.exporting import export
 
@@ -33,6 +33,15 @@ def write_run(folder, tiny, *overrides, **lora):
                 parameter.normal_(std=0.05)
     model.save_pretrained(settings.run_dir / "adapter")
     return settings.run_dir
+
+
+def rebase(run, base):
+    """As if the run had been made on another base."""
+    text = (run / "config.toml").read_text()
+    name = config.load(run / "config.toml").model.name
+    (run / "config.toml").write_text(text.replace(f'"{name}"', f'"{base}"'))
+    file = run / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
 
 
 @pytest.fixture
@@ -112,8 +121,7 @@ def test_a_base_that_cannot_be_merged_into_is_refused_in_words(a_run, tiny, tmp_
     settings = json.loads(Path(tiny, "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (quantized / "config.json").write_text(json.dumps(settings))
-    text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace(TINY, str(quantized)))
+    rebase(run, quantized)
     with pytest.raises(ConfigError, match="is quantized") as refused:
         export(run, tmp_path / "out", what="merged")
     assert "--what adapter" in refused.value.remedy
@@ -127,7 +135,7 @@ def test_a_base_that_cannot_be_merged_into_is_refused_in_words(a_run, tiny, tmp_
     plain = json.loads((other / "config.json").read_text())
     plain.pop("quantization_config", None)
     (other / "config.json").write_text(json.dumps(plain))
-    (run / "config.toml").write_text(text.replace(TINY, str(other)))
+    rebase(run, other)
     with pytest.raises(ConfigError, match="does not fit"):
         export(run, tmp_path / "out", what="merged")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".", "out"))] == []
@@ -147,8 +155,7 @@ def test_a_merge_that_dies_says_so_and_leaves_nothing(a_run, tmp_path, monkeypat
 
 def test_a_hub_model_is_named_as_it_is(a_run, tmp_path, monkeypatch):
     run = a_run()
-    text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace(TINY, "owner/model"))
+    rebase(run, "owner/model")
     done = export(run, tmp_path / "out")
     assert json.loads((done.folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/model"
     assert 'base_model: "owner/model"' in (done.folder / "README.md").read_text()
