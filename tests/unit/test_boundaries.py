@@ -114,7 +114,8 @@ def test_nothing_is_unpickled_or_run_as_code(folder):
         for name in [getattr(node.func, "attr", getattr(node.func, "id", ""))]
         if name in UNSAFE_CALLS
     }
-    assert called <= {("trl_shim.py", "eval")}  # torch's: a module is put into its other mode.
+    # torch's: a module is put into its other mode. What a model wrote, in a process of its own.
+    assert called <= {("trl_shim.py", "eval"), ("run_tests.py", "exec")}
 
 
 def test_scripts_import_the_standard_library_alone():

@@ -96,6 +96,19 @@ def test_what_does_not_end_is_ended_and_keeps_what_had_passed(loop):
     assert time.monotonic() - begun < 60
 
 
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "import glob\nfor name in glob.glob('*'): open(name, 'w').close()",
+        "import os\nfor at in range(9): open(f'step_{at}.py', 'w').close()",
+        "import os\nos.truncate(0, 0)",
+        "import os\nos.lseek(0, 0, 0)\nif b'add' in os.read(0, 9999):\n    def add(a, b): return {1: 3, 2: 4}[a]",
+    ],
+)
+def test_a_solution_cannot_reach_its_tests_through_files(cheat):
+    assert pay(cheat) == 0.0
+
+
 def test_memory_and_files_are_bounded():
     assert pay("big = bytearray(2**31)", ["assert big"], memory_mib=256) == 0.0
     write = "def write(size):\n    with open('f', 'wb') as file:\n        file.write(bytes(size))\n"
@@ -111,7 +124,7 @@ def variables(): return dict(os.environ)
 def keep(): open({str(tmp_path / "cwd")!r}, "w").write(os.getcwd())
 """
     tests = [
-        "assert all(name.endswith('.py') for name in folder())",
+        "assert folder() == []",
         "assert 'SECRET' not in variables() and 'HOME' not in variables()",
         "assert sys.stdin.read() == ''",
         "assert not any('site-packages' in path for path in sys.path)",

@@ -41,8 +41,8 @@ def code_execution(
     afterwards, no input, no output, no environment, at most `seconds` of time and of CPU, memory_mib of memory,
     10 MiB a file, and (unless root runs it) no further process or thread. parallel: completions at once; 0: one a CPU.
 
-    The limits stop accidents. Code that wants to can read your files, use the network, and as root leave processes
-    behind or read its own tests: run untrusted models in a container or a virtual machine. Raises ValueError.
+    The limits stop accidents. Code that wants to can read your files, use the network, find its tests in memory, and as
+    root leave processes behind: run untrusted models in a container or a virtual machine. Raises ValueError.
     """
     if not seconds > 0 or memory_mib < 64 or parallel < 0:
         raise ValueError("expected seconds above 0, memory_mib of at least 64 and parallel of at least 0")
@@ -89,21 +89,21 @@ def _passed(code: str, steps: Sequence[Step], seconds: float, memory_bytes: int)
     folder = Path(tempfile.mkdtemp(prefix="tandem-code-"))
     read, write = os.pipe()
     mark = secrets.token_hex(8)
-    names = [("solution.py", False), *((f"step_{at}.py", counts) for at, (_, counts) in enumerate(steps))]
+    job = json.dumps({"mark": mark, "steps": [(code, False), *steps]})
     try:
-        for (name, _), source in zip(names, [code, *(source for source, _ in steps)], strict=True):
-            (folder / name).write_bytes(source.encode(errors="surrogatepass"))
-        (folder / "job.json").write_text(json.dumps({"mark": mark, "steps": names}))
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", _PROGRAM, folder, str(seconds), str(memory_bytes), str(write)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={},
-            pass_fds=(write,),
-            start_new_session=True,
-        )
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(job.encode())
+            stdin.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", _PROGRAM, str(seconds), str(memory_bytes), str(write)],
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={},
+                pass_fds=(write,),
+                start_new_session=True,
+            )
         os.close(write)
         write = -1
         answer = _until_it_ends(process, read, time.monotonic() + seconds)
