@@ -253,6 +253,22 @@ def test_the_key_is_in_no_error(judge, monkeypatch):
     assert "k3y-s3cret" not in failure(judge((401, b"no")), api_key_env="JUDGE_KEY")
 
 
+def test_white_space_around_the_key_is_left_out(judge, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", " k3y\n")
+    server = judge("5")
+    assert load(server, api_key_env="JUDGE_KEY")(["p"], ["c"]) == [0.5]
+    assert server.asked[0][1]["Authorization"] == "Bearer k3y"
+
+
+@pytest.mark.parametrize("key", ["s3cret\nmore", "s3cr\u00e9t s3cret", "s3cret\x7f", " \n"])
+def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(monkeypatch, key):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ConfigError) as refused:
+        load("http://127.0.0.1:9/v1", api_key_env="JUDGE_KEY")
+    assert "api_key_env: the environment variable JUDGE_KEY" in str(refused.value)
+    assert "s3c" not in str(refused.value)
+
+
 def test_a_proxy_of_the_environment_is_not_on_the_way_to_this_machine(judge, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")

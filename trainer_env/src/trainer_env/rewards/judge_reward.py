@@ -209,6 +209,10 @@ def _key(variable: str) -> str:
         return ""
     if not re.fullmatch("[A-Z_][A-Z0-9_]*", variable):
         raise ValueError("api_key_env: expected the name of an environment variable in capitals, not a key itself")
-    if not os.environ.get(variable):
+    # One read from a file brings a line's end with it.
+    key = os.environ.get(variable, "").strip()
+    if not key:
         raise ValueError(f"api_key_env: the environment variable {variable} is not set")
-    return os.environ[variable]
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"api_key_env: the environment variable {variable} holds characters that no header can carry")
+    return key
