@@ -60,6 +60,30 @@ def test_without_partial_credit_other_json_is_worth_nothing():
     assert pay("[]") == 0.0
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 400, "[1e999]"])
+def test_a_number_beyond_a_floats_range_is_other_json(number):
+    schema = {"multipleOf": 0.1, "items": {"multipleOf": 0.1}}
+    assert pay(number, schema=schema, parses=0.25) == 0.25
+
+
+@pytest.mark.parametrize("draft", ["http://json-schema.org/schema#", "https://example.org/mine", ""])
+def test_an_unknown_draft_is_read_as_the_newest(draft):
+    schema = {"$schema": draft, "$defs": {"few": {"maximum": 3}}, "prefixItems": [{"$ref": "#/$defs/few"}]}
+    assert pay("[3]", schema=schema) == 1.0
+    assert pay("[4]", schema=schema) == 0.0
+
+
+def test_a_reference_among_values_is_a_value():
+    value = {"$ref": "#/nowhere"}
+    schema = {
+        "enum": [value],
+        "default": value,
+        "examples": [value],
+        "properties": {"$ref": {"const": value["$ref"]}, "enum": {"const": value}},
+    }
+    assert pay(json.dumps(value), schema=schema) == 1.0
+
+
 def test_a_schema_can_be_a_file_and_name_its_draft(tmp_path):
     path = tmp_path / "schema.json"
     path.write_text(
@@ -85,6 +109,9 @@ def test_references_inside_of_the_schema_work():
         ({"schema": {"items": [{}]}}, "$.items"),
         ({"schema": {"items": {"$ref": "other.json#/x"}}}, "'other.json#/x' leads nowhere"),
         ({"schema": {"items": {"$ref": "#/$defs/gone"}}}, "'#/$defs/gone' leads nowhere"),
+        ({"schema": {"properties": {"default": {"$ref": "#/gone"}}}}, "'#/gone' leads nowhere"),
+        ({"schema": {"$schema": 3}}, "$.$schema: expected text, got 3"),
+        ({"schema": {"$schema": [3]}}, "$.$schema: expected text, got [3]"),
         ({"schema": "nowhere.json"}, "nowhere.json: No such file"),
         ({"schema": 3}, "expected a JSON object, got 3"),
         ({"schema": {}, "parses": 2}, "parses: expected a share from 0 to 1, got 2"),

@@ -7,12 +7,18 @@ from typing import Any
 
 from trainer_env.rewards.completions import Completion, RewardFunction, last_block, text_of
 
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_VALUES = ("enum", "const", "default", "examples")
+"""Keywords whose values are no schemas."""
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+
 
 def json_schema(*, schema: Mapping[str, Any] | bool | str, parses: float = 0.0) -> RewardFunction:
     """1 if the completion is JSON that fits the schema, `parses` if it is other JSON, else 0.
 
     The JSON is all of the completion or its last ```json block. schema: a JSON Schema, or the path of a file with one;
-    its $schema names the draft. References outside it are refused. Raises ValueError.
+    its $schema names the draft (2020-12 for none or an unknown one). References outside it are refused. Raises
+    ValueError.
     """
     import jsonschema
     from jsonschema.validators import validator_for
@@ -24,6 +30,8 @@ def json_schema(*, schema: Mapping[str, Any] | bool | str, parses: float = 0.0) 
     content: Any = _read(Path(schema)) if isinstance(schema, str) else schema
     if not isinstance(content, Mapping | bool):
         raise ValueError(f"schema: expected a JSON object, got {content!r:.80}")  # noqa: TRY004 (a setting's value)
+    if isinstance(content, Mapping) and not isinstance(content.get("$schema", ""), str):
+        raise ValueError(f"schema: $.$schema: expected text, got {content['$schema']!r:.80}")  # noqa: TRY004
     kind = validator_for(content, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(content)  # pyright: ignore[reportArgumentType] (true and false are schemas too)
@@ -31,17 +39,21 @@ def json_schema(*, schema: Mapping[str, Any] | bool | str, parses: float = 0.0) 
         raise ValueError(f"schema: {error.json_path}: {error.message:.200}") from None
     # With a registry of its own nothing is fetched, whatever a reference says.
     validator = kind(content, registry=Registry())
-    _check_references(content)
+    _check_references(content, str(kind.META_SCHEMA["$schema"]))
 
     def score(completion: Completion) -> float:
         text = text_of(completion)
         block = last_block(text, ("json",))
         try:
             value = json.loads(text if block is None else block, parse_constant=_refuse)
-            return 1.0 if validator.is_valid(value) else parses
         except (ValueError, RecursionError):
             # Not JSON, a number of thousands of digits, or nested so deep that nobody could read it.
             return 0.0
+        try:
+            return 1.0 if validator.is_valid(value) else parses
+        except (ValueError, OverflowError, RecursionError):
+            # A number beyond a float's range, or nested deeper than the validator goes.
+            return parses
         except Unresolvable as error:
             raise ValueError(f"the schema has a reference that leads nowhere: {error.ref}") from None
 
@@ -60,14 +72,13 @@ def _read(path: Path) -> Any:
         raise ValueError(f"schema: {path}: not JSON: {error}") from None
 
 
-def _check_references(schema: Any) -> None:
+def _check_references(schema: Any, draft: str) -> None:
     """Raise ValueError for a reference that leads nowhere in it. Parts with an $id of their own are left out."""
-    from referencing import Registry, Specification
+    from referencing import Registry
     from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import DRAFT202012
+    from referencing.jsonschema import specification_with
 
-    root = Specification.detect(schema) if isinstance(schema, Mapping) and "$schema" in schema else DRAFT202012
-    resolver = Registry().resolver_with_root(root.create_resource(schema))
+    resolver = Registry().resolver_with_root(specification_with(draft).create_resource(schema))
     for reference in _references(schema):
         try:
             resolver.lookup(reference)
@@ -77,13 +88,14 @@ def _check_references(schema: Any) -> None:
             ) from None
 
 
-def _references(schema: Any) -> Iterator[str]:
+def _references(schema: Any, *, by_name: bool = False) -> Iterator[str]:
+    """The references in a schema; by_name: in a mapping whose keys are names of the schemas in it."""
     if isinstance(schema, Mapping):
         for key, value in schema.items():
-            if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str):
+            if not by_name and key in _REFERENCES and isinstance(value, str):
                 yield value
-            elif not (isinstance(value, Mapping) and "$id" in value):
-                yield from _references(value)
+            elif (by_name or key not in _VALUES) and not (isinstance(value, Mapping) and "$id" in value):
+                yield from _references(value, by_name=not by_name and key in _BY_NAME)
     elif isinstance(schema, list):
         for item in schema:
             yield from _references(item)
