@@ -1,6 +1,7 @@
 """Reward functions: what the built-in ones pay, how others are loaded, and how a failing one is named."""
 
 import math
+import re
 import sys
 
 import pytest
@@ -43,10 +44,31 @@ def refusal(function, **args):
         ("fifteen", "stop", 0.2),
         ("", "stop", 0.2),
         ("9" * 5000, "stop", 0.2),
+        ("It is 15.0.", "stop", 1.0),
+        ("15.00", "stop", 1.0),
+        ("3.15", "stop", 0.2),
+        ("= .15", "stop", 0.2),
+        ("1,015", "stop", 0.2),
+        ("1,2,15", "stop", 1.0),
+        ("The answer:...15", "stop", 1.0),
     ],
 )
 def test_integer_answer_pays_for_ending_and_for_the_last_integer(completion, finish, expected):
     assert pay("integer_answer", completion, finish=finish) == pytest.approx(expected)
+
+
+def test_commas_between_thousands_belong_to_an_integer():
+    assert pay("integer_answer", "It is 1,234.", "1234") == 1.0
+    assert pay("integer_answer", "-12,345,678", "-12345678") == 1.0
+    assert pay("integer_answer", "1,234", "234") == pytest.approx(0.2)
+
+
+@given(st.text("0123456789 +-=?:\n", max_size=30))
+def test_without_points_and_commas_the_last_digits_with_their_sign_are_the_integer(text):
+    digits = re.findall(r"(?<!\d)-?\d+", text) or ["none"]
+    assert pay("integer_answer", text, digits[-1] if digits[-1] != "none" else "1") == pytest.approx(
+        0.2 if digits == ["none"] else 1.0
+    )
 
 
 def test_messages_are_read_as_their_text():
@@ -65,6 +87,15 @@ def test_messages_are_read_as_their_text():
         ("numeric_match", "3.14", "3.14159", {"tolerance": 0.01}, 1),
         ("numeric_match", "1e3", "1,000", {}, 1),
         ("numeric_match", "none", "0", {}, 0),
+        ("numeric_match", ".5", "0.5", {}, 1),
+        ("numeric_match", "= -.75", "-0.75", {}, 1),
+        ("numeric_match", "$.25", ".25", {}, 1),
+        ("numeric_match", "it is 5.", "5", {}, 1),
+        ("numeric_match", "1.2.3", "1.2", {}, 1),
+        ("gsm8k", "#### -$5", "#### -5", {}, 1),
+        ("gsm8k", "#### 5", "#### -$5", {}, 0),
+        ("gsm8k", "#### $1,005.50", "#### 1005.5", {}, 1),
+        ("gsm8k", "#### $ -5", "#### -5", {}, 1),
         ("regex", "<a>x</a>", "", {"pattern": "<a>.*</a>"}, 1),
         ("regex", " <a>x</a> !", "", {"pattern": "<a>.*</a>", "whole": True}, 0),
         ("regex", "line\n#### 42\n", "", {"pattern": r"####\s*-?[\d,.]+\s*$"}, 1),

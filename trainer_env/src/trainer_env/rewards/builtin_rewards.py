@@ -13,9 +13,11 @@ from trainer_env.rewards.schema_reward import json_schema
 from trainer_env.rewards.verifiers_reward import verifiers
 
 # A sign counts only where no digit stands before it: the last integer of "12-4" is 4, of "it is -4" it is -4.
-_INTEGER = re.compile(r"(?<!\d)-?\d+")
-_NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
-_MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
+# The second group is a fraction; that of ".5" has nothing before it.
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_INTEGER = re.compile(rf"(?<!\d)(-?{_WHOLE})(\.\d+)?|(?<![\w.])(\.\d+)")
+_NUMBER = re.compile(rf"(?<![\d.])-?(?:{_WHOLE}(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d+)?")
+_MARKED = re.compile(r"####\s*(-?)(?:\$\s*)?(-?[\d,]*\.?\d+)")
 
 
 def last_number(text: str) -> float | None:
@@ -27,7 +29,10 @@ def last_number(text: str) -> float | None:
 def gsm8k_answer(text: str) -> float | None:
     """The number after the last `####`, as GSM8K ends its answers; None without one."""
     marked = _MARKED.findall(text)
-    return float(marked[-1].replace(",", "")) if marked else None
+    if not marked:
+        return None
+    before, number = marked[-1]
+    return float(number.replace(",", "")) * (-1 if before else 1)
 
 
 def integer_answer(*, ending: float = 0.2) -> RewardFunction:
@@ -123,9 +128,15 @@ BUILTINS: Mapping[str, Callable[..., RewardFunction]] = {
 
 
 def _last_integer(text: str) -> int | None:
+    """The last number of a text if it is an integer, as 1,234 and 15.0 are."""
     found = _INTEGER.findall(text)
+    if not found:
+        return None
+    whole, *fraction = found[-1]
+    if "".join(fraction).strip(".0"):
+        return None
     # Python refuses to read thousands of digits, which a model may well write.
-    return int(found[-1]) if found and len(found[-1]) <= 100 else None
+    return int(whole.replace(",", "") or 0) if len(whole) <= 100 else None
 
 
 def _integer(answer: Answer) -> int:
