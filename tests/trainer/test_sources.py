@@ -3,7 +3,9 @@
 import json
 from datetime import date
 from decimal import Decimal
+from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -54,6 +56,28 @@ def test_a_dataset_brings_its_own_evaluation_split(dataset):
 def test_an_unknown_split_is_named(dataset):
     with pytest.raises(ConfigError, match=r"cannot be loaded: .*valid"):
         load(dataset, split="valid")
+
+
+def test_a_dataset_with_a_script_is_refused(dataset):
+    Path(dataset, "dataset.py").write_text("raise SystemExit\n")
+    with pytest.raises(ConfigError, match=r"dataset' cannot be loaded: .*script"):
+        load(dataset)
+
+
+def test_a_dataset_with_a_broken_file_is_named(dataset):
+    Path(dataset, "train.jsonl").write_text('{"question": \n')
+    with pytest.raises(ConfigError, match=r"dataset' cannot be loaded: "):
+        load(dataset)
+
+
+def test_an_error_without_words_is_called_by_its_kind(monkeypatch):
+    def fail(*_, **__):
+        raise TimeoutError
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ConfigError, match="cannot be loaded: TimeoutError"):
+        load("some/name")
 
 
 def test_a_dataset_that_does_not_exist_is_named(monkeypatch):

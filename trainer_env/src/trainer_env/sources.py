@@ -132,10 +132,11 @@ def _hub(name: str, subset: str, split: str) -> list[Row]:
 
     try:
         dataset = datasets.load_dataset(name, subset or None, split=split)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # Missing dataset, subset or split, no network, no permission: the hub's own first line says which.
+        said = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"data.source {name!r} cannot be loaded: {str(error).splitlines()[0]}",
+            f"data.source {name!r} cannot be loaded: {said[0]}",
             why=offline
             or "It is neither a file here nor a dataset that the Hugging Face hub, or its local cache, has.",
             remedy="Check data.source, data.subset and data.split, and the network.",
