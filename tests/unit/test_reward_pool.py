@@ -2,6 +2,7 @@
 
 import _thread
 import contextvars
+import signal
 import subprocess
 import sys
 import threading
@@ -152,7 +153,15 @@ def test_the_callers_context_and_streams_are_the_rewards():
     assert out.getvalue() == "seen mine\n"
 
 
-def test_an_interrupt_while_waiting_comes_through():
+@pytest.fixture
+def ctrl_c():
+    """A test runner in the background, and pytest-xdist's, ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_while_waiting_comes_through(ctrl_c):
     def function(**_):
         _thread.interrupt_main()
         HANG.wait()
