@@ -105,6 +105,15 @@ def test_another_file_can_be_the_evaluation_split(tmp_path):
     assert all(text_of(example).endswith("!") for example in loaded.evaluation)
 
 
+def test_an_evaluation_split_that_cannot_be_is_refused(tmp_path):
+    assert "data.eval_split: builtin:arithmetic has no split 'test'" in refusal(
+        "builtin:arithmetic", eval_split="test", eval_size=4
+    )
+    train = jsonl(tmp_path / "train.jsonl", {"prompt": "a", "answer": 1})
+    for split in ("test", "held.jsonl", str(tmp_path)):
+        assert f"data.eval_split: {split!r} is no file" in refusal(train, eval_split=split, eval_size=4)
+
+
 def test_a_missing_column_names_those_that_exist(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", {"promt": "x", "answer": "y"})
     message = refusal(path)
@@ -129,6 +138,11 @@ def test_a_missing_column_names_those_that_exist(tmp_path):
             [{"prompt": 7, "answer": 1}],
             {},
             "row 1: column 'prompt': expected the prompt as text or as a list of messages, got 7",
+        ),
+        (
+            [{"prompt": "a", "answer": 1}, {"prompt": [{"role": "asistant", "content": "a"}], "answer": 1}],
+            {},
+            "row 2: column 'prompt': a message has the role 'asistant'; expected one of system, user, assistant, tool",
         ),
         ([{"prompt": [{"role": "user"}], "answer": 1}], {}, "row 1: column 'prompt': expected a message with a role"),
         (

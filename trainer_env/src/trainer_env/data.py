@@ -5,6 +5,7 @@ import string
 from collections.abc import Mapping, Sequence
 from datetime import date
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import msgspec
 from bridge.errors import ConfigError
 from bridge.settings import nearest
 from trainer_env.config import DataConfig
-from trainer_env.sources import Row, read_rows
+from trainer_env.sources import BUILTIN, Row, read_rows
 from trainer_env.verifiers_source import PREFIX
 
 RESERVED = frozenset(
@@ -24,8 +25,11 @@ RESERVED = frozenset(
 """Names that TRL gives a meaning of its own: columns called so stay behind."""
 
 
+ROLES = ("system", "user", "assistant", "tool")
+"""What chat templates commonly know."""
+
 Message = dict[str, str]
-"""One turn of a chat: its role (system, user or assistant) and its content."""
+"""One turn of a chat: its role, one of ROLES, and its content."""
 
 Prompt = list[Message] | str
 
@@ -69,6 +73,7 @@ def load(config: DataConfig, seed: int) -> Data:
     rows = read_rows(config.source, config.subset, config.split, config.args)
     examples = _examples(config, rows, config.source)
     if config.eval_split and config.eval_size:
+        _check_eval_split(config)
         # Another split of a hub dataset; beside a file or an environment, another one.
         held_source = config.source if _is_hub(config.source) else config.eval_split
         held_rows = read_rows(held_source, config.subset, config.eval_split, config.args)
@@ -83,6 +88,21 @@ def load(config: DataConfig, seed: int) -> Data:
             )
         evaluation, train = _pick(examples, config.eval_size, seed)
     return Data(train[: config.max_examples or None], evaluation)
+
+
+def _check_eval_split(config: DataConfig) -> None:
+    split = config.eval_split
+    if config.source.startswith(BUILTIN):
+        raise ConfigError(
+            f"data.eval_split: {config.source} has no split {split!r}.",
+            remedy="Leave data.eval_split out: data.eval_size examples are held out.",
+        )
+    if not _is_hub(config.source) and not split.startswith(PREFIX) and not Path(split).is_file():
+        raise ConfigError(
+            f"data.eval_split: {split!r} is no file.",
+            why=f"{config.source} has no splits, so what is held out comes from a source of its own.",
+            remedy="Name a file, or leave data.eval_split out: data.eval_size examples are held out.",
+        )
 
 
 def _is_hub(source: str) -> bool:
@@ -156,6 +176,12 @@ def _prompt(config: DataConfig, value: Any, where: str) -> Prompt:
 def _message(item: Any, where: str) -> Message:
     match item:
         case {"role": str(role), "content": str(content)}:
+            if role not in ROLES:
+                near = nearest(role, ROLES)
+                raise ConfigError(
+                    f"{where}: a message has the role {role!r:.80}; expected one of {', '.join(ROLES)}.",
+                    remedy=f"Did you mean {near!r}?" if near else "",
+                )
             return {"role": role, "content": content}
     raise ConfigError(f"{where}: expected a message with a role and a text content, got {item!r:.80}.")
 
