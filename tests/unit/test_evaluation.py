@@ -111,6 +111,20 @@ def test_one_answer_has_pass_at_1_only_and_goes_under_the_version_that_gave_it()
     assert {sample.step for sample in answered.samples} == {7}
 
 
+@pytest.mark.parametrize(("at_once", "batches"), [(8, [8, 4]), (7, [4, 4, 4]), (1, [4, 4, 4]), (64, [12])])
+def test_answers_are_scored_in_batches_that_keep_an_examples_answers_together(at_once, batches):
+    sizes = []
+
+    def noted(**given):
+        sizes.append(len(given["completions"]))
+        assert {len(values) for values in given.values()} == {sizes[-1]}
+        return same(**given)
+
+    answered, _ = run(reward=noted, n=4, temperature=0.7, scored_at_once=at_once)
+    assert sizes == batches
+    assert [sample.reward for sample in answered.samples] == [1, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+
+
 def test_the_threshold_says_what_is_right():
     def half(*, completions, **_):
         return [0.5] * len(completions)

@@ -72,6 +72,7 @@ class Asking:
             temperature=settings.temperature if temperature is None else temperature,
             version=completing.number_of(version),
             pass_threshold=settings.pass_threshold,
+            scored_at_once=self._config.grpo.scored_at_once,
         )
 
     def _ready(self, version: Version, *, may_come: bool) -> Sampler:

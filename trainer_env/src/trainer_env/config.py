@@ -95,7 +95,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Its factor in the sum that is maximized. Below 0 punishes; 0 only shows it in metrics and samples."""
     name: str = ""
     timeout_s: Positive = 60.0
-    """For one batch of completions."""
+    """For one batch of completions. An evaluation is scored in as many as it takes."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 

@@ -99,6 +99,11 @@ class GrpoConfig(Section, frozen=True, kw_only=True):
         return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
+    def scored_at_once(self) -> int:
+        """Completions of one generation batch that one trainer device has scored."""
+        return self.per_device_train_batch_size * self.generation_steps
+
+    @property
     def window(self) -> int:
         """Optimizer steps that are taken on one generation batch."""
         return max(1, self.generation_steps * self.num_iterations // self.gradient_accumulation_steps)

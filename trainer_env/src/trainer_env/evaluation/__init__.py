@@ -2,7 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -10,7 +11,7 @@ from bridge.errors import ConfigError
 from trainer_env.data import Example, column_names, columns
 from trainer_env.evaluation.pass_at import pass_at
 from trainer_env.records import Phase, Sample
-from trainer_env.rewards import Reward, score
+from trainer_env.rewards import Reward, Scores, score
 from trainer_env.rewards.scoring import readable, readable_answer
 from trainer_env.sampler import Sampler
 
@@ -40,11 +41,13 @@ def evaluate(
     pass_threshold: float = 1.0,
     phase: Phase = "eval",
     step: int | None = None,
+    scored_at_once: int = 64,
 ) -> Answered:
     """Have each example answered n times under an adapter version (0: the base model; -1: the newest), and score that.
 
     max_tokens: of an answer; None: as in training. pass_threshold: the reward from which on an answer is right.
     step: what the samples are recorded under; None: the version that answered.
+    scored_at_once: answers in one batch, for which a reward's time limit is meant; those to one example stay together.
     Raises what the server answers, RewardError, and ConfigError when there is no example or n answers would be alike.
     """
     if not examples:
@@ -61,14 +64,13 @@ def evaluate(
     prompts = [example.prompt for example in answered]
     texts = [sampler.decode(answer) for answer in answers]
     known = [name for name in column_names(examples) if name != "prompt"]
-    scores = score(
-        rewards,
-        prompts,
-        [_as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
+    given = {
         **columns(answered, known),
-        completion_ids=[answer.token_ids for answer in answers],
-        finish_reason=[answer.finish_reason for answer in answers],
-    )
+        "completion_ids": [answer.token_ids for answer in answers],
+        "finish_reason": [answer.finish_reason for answer in answers],
+    }
+    completions = [_as_completion(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    scores = _scores(rewards, prompts, completions, given, max(scored_at_once // n, 1) * n)
     samples = [
         Sample(
             phase=phase,
@@ -93,6 +95,27 @@ def evaluate(
         reward_mean=statistics.fmean(scores.total),
         pass_at=pass_at(n, [sum(right[start : start + n]) for start in range(0, len(right), n)]),
     )
+
+
+def _scores(
+    rewards: Sequence[Reward],
+    prompts: Sequence[object],
+    completions: Sequence[object],
+    given: Mapping[str, list[Any]],
+    at_once: int,
+) -> Scores:
+    """All rewards of all completions, so many at a time."""
+    total: list[float] = []
+    each: dict[str, list[float]] = {reward.name: [] for reward in rewards}
+    for start in range(0, len(completions), at_once):
+        part = slice(start, start + at_once)
+        some = score(
+            rewards, prompts[part], completions[part], **{name: values[part] for name, values in given.items()}
+        )
+        total += some.total
+        for name, values in some.each.items():
+            each[name] += values
+    return Scores(total, each)
 
 
 def is_right(reward: float, threshold: float) -> bool:

@@ -42,6 +42,7 @@ def evaluate_run(
         pass_threshold=settings.pass_threshold,
         phase=phase,
         step=step,
+        scored_at_once=config.grpo.scored_at_once,
     )
     sampler.turns.take()  # No part of a step.
     record = tracker.evaluation(
