@@ -172,6 +172,53 @@ def test_a_function_is_loaded_from_a_module_or_a_file(tmp_path, monkeypatch, pla
     assert reward(["p", "p"], ["A", "a"]) == [3.0, 2.0]
 
 
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Writes a file with rewards; gives its path."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(text, name="mine.py"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_args_go_before_a_column_of_their_name(own):
+    path = own("def pay(completions, level=0, **_):\n    return [level] * len(completions)\n")
+    (with_args,) = rewards.load([RewardConfig(function=f"{path}:pay", args={"level": 3})])
+    (without,) = rewards.load([RewardConfig(function=f"{path}:pay")])
+    assert with_args(["p"], ["c"], level=7) == [3.0]
+    assert without(["p"], ["c"], level=7) == [7.0]
+
+
+def test_args_cannot_stand_in_for_the_batch(own):
+    path = own("def pay(completions, **_):\n    return [0.0]\n")
+    assert "rewards.0.args.completions: it is what every reward is given" in refusal(f"{path}:pay", completions=["c"])
+
+
+def test_a_file_with_several_rewards_runs_once(own, monkeypatch, tmp_path):
+    path = own(
+        "seen = []\n"
+        "def first(completions, **_):\n    seen.append(1)\n    return [0.0] * len(completions)\n"
+        "def second(completions, **_):\n    return [float(len(seen))] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    first, second = rewards.load([RewardConfig(function=f"{path}:first"), RewardConfig(function="./mine.py:second")])
+    first(["p"], ["c"])
+    assert second(["p"], ["c"]) == [1.0]
+    (again,) = rewards.load([RewardConfig(function=f"{path}:second")])
+    assert again(["p"], ["c"]) == [0.0]
+
+
+def test_a_file_can_import_its_neighbour(own, monkeypatch):
+    monkeypatch.delitem(sys.modules, "a_neighbour_of_mine", raising=False)
+    own("PAID = 5.0\n", "a_neighbour_of_mine.py")
+    path = own("from a_neighbour_of_mine import PAID\ndef pay(completions, **_):\n    return [PAID]\n")
+    (reward,) = rewards.load([RewardConfig(function=f"{path}:pay")])
+    assert reward(["p"], ["c"]) == [5.0]
+
+
 @pytest.mark.parametrize(
     ("function", "args", "expected"),
     [

@@ -22,6 +22,8 @@ from trainer_env.rewards.completions import RewardFunction
 from trainer_env.rewards.reward_errors import RewardError, sample_at, shown
 from trainer_env.rewards.reward_pool import run_together
 
+_GIVEN = ("prompts", "completions", "completion_ids", "finish_reason")
+
 
 class Reward:
     """One reward function under its name, with its weight and its time limit in seconds for one batch."""
@@ -83,17 +85,20 @@ def score(
 
 def load(configs: Sequence[RewardConfig]) -> list[Reward]:
     """The reward functions of a run. Raises ConfigError, naming the setting and the nearest name."""
+    files: dict[Path, ModuleType] = {}
+    functions = [_function(config, f"rewards.{index}", files) for index, config in enumerate(configs)]
     return [
-        Reward(config.name or config.function, _function(config, f"rewards.{index}"), config.weight, config.timeout_s)
-        for index, config in enumerate(configs)
+        Reward(config.name or config.function, function, config.weight, config.timeout_s)
+        for config, function in zip(configs, functions, strict=True)
     ]
 
 
-def _function(config: RewardConfig, where: str) -> RewardFunction:
+def _function(config: RewardConfig, where: str, files: dict[Path, ModuleType]) -> RewardFunction:
+    """files: those that were run already, each by its path."""
     place, colon, name = config.function.rpartition(":")
     if not colon:
         return _builtin(config, where)
-    module = _file(Path(place), where) if place.endswith(".py") else _module(place, where)
+    module = _file(Path(place), where, files) if place.endswith(".py") else _module(place, where)
     if not callable(getattr(module, name, None)):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = nearest(name, names)
@@ -105,7 +110,19 @@ def _function(config: RewardConfig, where: str) -> RewardFunction:
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{where}.function: {name} is async; expected a plain function.")
     _check_args(function, config.args, where)
-    return functools.partial(function, **config.args) if config.args else function
+    if taken := [name for name in _GIVEN if name in config.args]:
+        raise ConfigError(f"{where}.args.{taken[0]}: it is what every reward is given for each batch.")
+    return _with_args(function, config.args) if config.args else function
+
+
+def _with_args(function: RewardFunction, args: Mapping[str, Any]) -> RewardFunction:
+    """The function with its args, before which a column of the same name stands back."""
+
+    @functools.wraps(function)
+    def reward(**batch: Any) -> Sequence[float]:
+        return function(**{**batch, **args})
+
+    return reward
 
 
 def _builtin(config: RewardConfig, where: str) -> RewardFunction:
@@ -145,26 +162,36 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
     return inspect.signature(function).parameters
 
 
-def _file(path: Path, where: str) -> ModuleType:
+def _file(path: Path, where: str, files: dict[Path, ModuleType]) -> ModuleType:
     if not path.is_file():
         raise ConfigError(
             f"{where}.function: {path}: there is no such file.",
             why=f"A relative path starts from the working directory, {Path.cwd()}.",
         )
+    path = path.resolve()
+    if path in files:
+        return files[path]
+    # As for a script, whose neighbours it can import; behind what is installed.
+    _look_in(path.parent)
     spec = importlib.util.spec_from_file_location(f"tandem_reward_{path.stem}", path)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     # Registered first, as an import would: dataclasses and pickle look a module up by its name.
     sys.modules[spec.name] = module
-    return _imported(lambda: spec.loader.exec_module(module) or module, str(path), where)  # pyright: ignore[reportOptionalMemberAccess]
+    files[path] = _imported(lambda: spec.loader.exec_module(module) or module, str(path), where)  # pyright: ignore[reportOptionalMemberAccess]
+    return files[path]
 
 
 def _module(name: str, where: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        # A console script has its own folder first, and a user's module lies where the command was typed.
-        sys.path.append(str(Path.cwd()))
+    # A console script has its own folder first, and a user's module lies where the command was typed.
+    _look_in(Path.cwd())
     return _imported(lambda: importlib.import_module(name), name, where)
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def _imported(run: Callable[[], ModuleType], name: str, where: str) -> ModuleType:
