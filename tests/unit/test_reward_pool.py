@@ -13,8 +13,9 @@ from io import StringIO
 import pytest
 
 from trainer_env import rewards
+from trainer_env.config import RewardConfig
 from trainer_env.rewards import Reward, daemons, reward_pool
-from trainer_env.rewards.completions import RowError
+from trainer_env.rewards.completions import RowError, bounded
 from trainer_env.rewards.reward_errors import RewardError
 
 HANG = threading.Event()
@@ -75,6 +76,54 @@ def test_a_hang_that_needs_the_whole_batch_says_so():
     message = failure(Reward("stuck", function, timeout_s=0.2))
     assert "did not return within 0.2 s.\n" in message
     assert "Each of its 3 rows ends when it is run alone" in message
+
+
+def test_a_reward_that_limits_each_row_itself_is_not_searched():
+    calls = []
+
+    @bounded
+    def function(*, completions, **_):
+        calls.append(len(completions))
+        HANG.wait()
+        return [0.0] * len(completions)
+
+    message = failure(Reward("slow", function, timeout_s=0.2))
+    assert "'slow' did not return within 0.2 s.\n" in message
+    assert "3 of them take longer together" in message
+    assert calls == [3]
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        ("code_execution", {}),
+        ("regex", {"pattern": "a"}),
+        ("llm_judge", {"base_url": "http://127.0.0.1:9/v1", "model": "m", "prompt": "{completion}"}),
+    ],
+)
+def test_built_in_rewards_that_limit_each_row_say_so(function, args):
+    assert rewards.load([RewardConfig(function=function, args=args)])[0].bounded
+    assert not rewards.load([RewardConfig(function="exact_match")])[0].bounded
+
+
+def test_the_search_runs_a_few_rows_at_once_and_blames_none_that_had_no_time():
+    lock, most, now = threading.Lock(), [0], [0]
+
+    def function(*, completions, **_):
+        if len(completions) > 1:
+            HANG.wait()
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.05)
+        with lock:
+            now[0] -= 1
+        return [0.0]
+
+    reward = Reward("stuck", function, timeout_s=0.2)
+    with pytest.raises(RewardError, match=r"did not return within 0.2 s\.\n.*\d+ of its 200 rows ends when"):
+        reward(["p"] * 200, ["c"] * 200)
+    assert most[0] <= reward_pool.SEARCH_AT_ONCE
 
 
 def test_each_reward_has_a_limit_of_its_own():

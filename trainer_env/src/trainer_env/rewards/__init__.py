@@ -33,6 +33,7 @@ class Reward:
         self.weight = weight
         self.timeout_s = timeout_s
         self.__name__ = name
+        self.bounded = bool(getattr(function, "bounded", False))
         self._function = function
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:

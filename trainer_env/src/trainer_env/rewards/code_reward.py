@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_env.rewards import daemons
-from trainer_env.rewards.completions import Completion, RewardFunction, RowError, last_block, text_of
+from trainer_env.rewards.completions import Completion, RewardFunction, RowError, bounded, last_block, text_of
 
 _PROGRAM = Path(__file__).with_name("run_tests.py")
 _MAX_ANSWER_BYTES = 2**20
@@ -54,6 +54,7 @@ def code_execution(
         tests = sum(counts for _, counts in steps)
         return float(passed == tests) if all_or_nothing else passed / tests
 
+    @bounded
     def reward(*, completions: Sequence[Completion], **columns: Any) -> list[float]:
         if tests_column not in columns:
             raise ValueError(f"there is no column {tests_column!r} with tests; set tests_column")

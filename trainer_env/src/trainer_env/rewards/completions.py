@@ -13,6 +13,12 @@ Answer = str | Sequence[str] | None
 """What an example's completions are compared with: one text, or several of which any will do."""
 
 
+def bounded(function: RewardFunction) -> RewardFunction:
+    """Marks a function that limits the time of each completion itself: past its time, no hanging row is looked for."""
+    function.bounded = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
 class RowError(ValueError):
     """A reward cannot score one row, and says which."""
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from trainer_env.rewards import daemons
-from trainer_env.rewards.completions import Completion, RewardFunction, RowError, text_of
+from trainer_env.rewards.completions import Completion, RewardFunction, RowError, bounded, text_of
 
 if TYPE_CHECKING:
     import httpx
@@ -69,6 +69,7 @@ def llm_judge(
         raise ValueError("expected parallel of at least 1, retries of at least 0 and request_timeout_s above 0")
     fields = {"temperature": 0} if request is None else dict(request)
 
+    @bounded
     def reward(*, prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any) -> list[float]:
         answers = columns.get("answer") or [None] * len(completions)
         questions = [

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_env.rewards.completions import Completion, RewardFunction, RowError, text_of
+from trainer_env.rewards.completions import Completion, RewardFunction, RowError, bounded, text_of
 
 _PROGRAM = Path(__file__).with_name("match_pattern.py")
 
@@ -22,6 +22,7 @@ def regex(*, pattern: str, whole: bool = False, seconds: float = 5.0) -> RewardF
     if not seconds > 0:
         raise ValueError(f"seconds: expected more than 0, got {seconds}")
 
+    @bounded
     def reward(*, completions: Sequence[Completion], **_: Any) -> list[float]:
         texts = [text_of(completion).strip() for completion in completions]
         job = json.dumps({"pattern": pattern, "whole": whole, "seconds": seconds, "texts": texts})

@@ -12,6 +12,8 @@ from trainer_env.rewards.reward_errors import RewardError, sample_at
 
 SEARCH_S = 2.0
 """How long rows are run alone to find the one that fails."""
+SEARCH_AT_ONCE = 8
+"""How many rows are run at the same time then."""
 LOCKED_S = 10.0
 """How long past a limit this thread may be kept from running at all before the process is ended."""
 
@@ -23,6 +25,8 @@ class TimedReward(Protocol):
 
     name: str
     timeout_s: float
+    bounded: bool
+    """Whether it limits the time of each completion itself, so that none of them hangs."""
 
     def scores(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> list[float]:
         """One number a completion. Raises RewardError for anything else, or what the function raises."""
@@ -69,13 +73,24 @@ def _end_if_locked(left: float) -> None:
 def _hangs(reward: TimedReward, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> RewardError:
     """The error for a reward whose time is up, with the first row that does not end alone either."""
     what = f"Reward {reward.name!r} did not return within {reward.timeout_s:g} s"
+    count = len(completions)
+    if reward.bounded:
+        why = f"It limits the time of each completion itself: {count} of them take longer together."
+        return RewardError(f"{what}.", why=why, remedy="Raise rewards.timeout_s, or lower the limits in its args.")
     remedy = "Give the function a limit of its own on each sample, or raise rewards.timeout_s."
-    rows = range(len(completions))
-    ended = daemons.within(SEARCH_S, lambda row: _alone(reward, row, prompts, completions, columns), rows)
-    hanging = [row for row in rows if row not in ended]
+    begun: dict[int, float] = {}
+
+    def alone(row: int) -> list[float]:
+        begun[row] = time.monotonic()
+        return _alone(reward, row, prompts, completions, columns)
+
+    ended = daemons.within(SEARCH_S, alone, range(count), SEARCH_AT_ONCE)
+    now, long = time.monotonic(), SEARCH_S / 2
+    hanging = sorted(row for row, at in begun.copy().items() if row not in ended and now - at >= long)
     if not hanging:
-        return RewardError(f"{what}.", why=f"Each of its {len(rows)} rows ends when it is run alone.", remedy=remedy)
-    why = f"It still runs after {SEARCH_S:g} s on {len(hanging)} of {len(rows)} rows, each of them alone."
+        why = f"{'Each' if len(ended) == count else len(ended)} of its {count} rows ends when it is run alone."
+        return RewardError(f"{what}.", why=why, remedy=remedy)
+    why = f"It still runs after {long:g} s on {len(hanging)} of {len(begun)} rows, each of them alone."
     return RewardError(f"{what}, {sample_at(hanging[0], prompts, completions)}", why=why, remedy=remedy)
 
 
