@@ -1,5 +1,7 @@
 """Prompts as people write them, and versions as they call them."""
 
+from typing import Any
+
 import pytest
 
 from bridge.errors import ConfigError
@@ -41,8 +43,9 @@ def test_what_is_no_prompt_is_shown(prompts):
 
 
 def test_one_message_is_no_conversation():
+    message: Any = USER
     with pytest.raises(ConfigError, match="got one message"):
-        as_prompts(USER, DataConfig())
+        as_prompts(message, DataConfig())
 
 
 @pytest.mark.parametrize(("version", "number"), [("latest", -1), ("base", 0), (0, 0), (12, 12)])

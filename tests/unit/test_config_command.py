@@ -10,6 +10,7 @@ from bridge.settings import problems
 from trainer_env import cli, config, config_tools, opening, trl_settings
 from trainer_env.config import TrainConfig
 from trainer_env.devices import Device, Devices
+from trainer_env.grpo_config import GrpoConfig
 from trainer_env.setting_words import demo_comments, known_keys, words
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -55,7 +56,7 @@ def test_what_is_shown_is_the_config_with_every_default(run, tmp_path):
     shown_keys = {
         line.lstrip("# ").split(" ")[0] for line in text.splitlines() if " = " in line or "is not set" in line
     }
-    assert set(config.GrpoConfig.__struct_fields__) - {"extra"} <= shown_keys
+    assert set(GrpoConfig.__struct_fields__) - {"extra"} <= shown_keys
 
 
 def test_only_what_is_changed_makes_the_same_config(run, tmp_path):
@@ -248,7 +249,7 @@ def test_groups_that_this_machine_would_cut_are_said(run, tmp_path, monkeypatch)
 
 
 def test_an_extra_setting_that_tandem_needs_as_it_is_is_refused(run, no_server_half):
-    for key in set(trl_settings.owned(config.load(DEMO))) - set(config.GrpoConfig.__struct_fields__):
+    for key in set(trl_settings.owned(config.load(DEMO))) - set(GrpoConfig.__struct_fields__):
         code, text = run("check", DEMO, "--set", f"grpo.extra.{key}=5")
         assert code == 2
         assert f"grpo.extra.{key}: cannot be set here: " in text

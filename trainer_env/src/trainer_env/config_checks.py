@@ -11,7 +11,8 @@ from bridge.errors import ConfigError
 from bridge.settings import nearest
 from trainer_env import trl_settings
 from trainer_env.arguments import BACKENDS
-from trainer_env.config import GrpoConfig, TrainConfig
+from trainer_env.config import TrainConfig
+from trainer_env.grpo_config import GrpoConfig
 
 Problem = tuple[str, str]
 """A dotted key, and what is wrong with it."""
