@@ -181,8 +181,8 @@ def test_a_run_that_is_told_to_stop_ends_with_a_checkpoint_and_an_adapter(train)
     stop = threading.Event()
     done = train("grpo.max_steps=50", stop=stop, after_step=lambda step: stop.set())
     assert not done.outcome.finished
-    assert done.outcome.step == 2
-    assert last_checkpoint(done.config.run_dir / "checkpoints") == done.config.run_dir / "checkpoints" / "checkpoint-2"
+    assert done.outcome.step == 1
+    assert last_checkpoint(done.config.run_dir / "checkpoints") == done.config.run_dir / "checkpoints" / "checkpoint-1"
     assert (done.outcome.adapter / "adapter_model.safetensors").exists()
 
 
