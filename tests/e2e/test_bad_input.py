@@ -40,7 +40,7 @@ def reward(completions, **columns):
 REFUSED = {
     "an unknown key": (["grpo.learning_rat=1"], "job.toml: grpo.learning_rat", "grpo.learning_rate?"),
     "a wrong type": (["grpo.max_steps=many"], "job.toml: grpo.max_steps: expected int", "'many'"),
-    "a wrong value": (["model.dtype=float8"], "job.toml: model.dtype: expected 'bfloat16'", "'float32'"),
+    "a wrong value": (["model.dtype=float8"], "job.toml: model.dtype: expected 'auto'", "'float32'"),
     "an unknown key of vLLM": (["vllm.max_num_sqs=3"], "job.toml: vllm.max_num_sqs", "vllm.max_num_seqs?"),
     "an unknown key of the server": (["server.lease=3"], "job.toml: server.lease", "server.lease_s?"),
     "a wrong type for the server": (["server.lease_s=long"], "job.toml: server.lease_s: expected float", "'long'"),
