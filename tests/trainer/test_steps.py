@@ -92,7 +92,7 @@ def test_extra_settings_reach_trl_and_cannot_undo_what_a_run_relies_on(make_conf
         return trl_settings(make_config(extra), reward_weights=[1.0], on_gpu=False, known=["delta", "logging_steps"])
 
     assert settings("grpo.extra.delta=4.0")["delta"] == 4.0
-    with pytest.raises(ConfigError, match=r"extra\.logging_steps cannot be set"):
+    with pytest.raises(ConfigError, match=r"extra\.logging_steps: cannot be set"):
         settings("grpo.extra.logging_steps=5")
     with pytest.raises(ConfigError) as unknown:
         settings("grpo.extra.delt=4.0")
