@@ -17,7 +17,7 @@ FIELDS = [
 ]
 SUMMARY_FIELDS = [
     *("backend", "placement", "steps", "reward_first4", "reward_last4", "eval_before", "eval_after", "wall_s"),
-    *("adapter", "restarts", "proof"),
+    *("adapter", "restarts", "best_step", "best_reward", "stopped_early", "proof"),
 ]
 OPTIONAL = {"overlap", "sleep_s", "wake_s", "freed_bytes"}
 """Null on a CPU."""
