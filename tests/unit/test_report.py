@@ -89,6 +89,15 @@ def test_the_best_step_of_a_summary_wins(tmp_path):
     assert (found["best_step"], found["best_reward"], found["state"]) == (12, 0.7, "stopped early")
 
 
+def test_a_run_that_has_ended_is_finished_although_a_notebook_still_holds_it(tmp_path):
+    write_run(tmp_path / "adding", steps=5)
+    lock = RunLock(config.load(tmp_path / "adding" / "config.toml"))
+    try:
+        assert overview(read_run(tmp_path / "adding"))["state"] == "finished"
+    finally:
+        lock.release()
+
+
 def test_a_run_that_goes_on_is_read_up_to_its_last_whole_line_and_left_alone(tmp_path):
     folder = tmp_path / "adding"
     write_run(folder, steps=5, done=False)

@@ -148,7 +148,8 @@ def flat(config: Mapping[str, Any], path: str = "") -> dict[str, str]:
 
 
 def _state(run: RunFiles, stopped_early: bool | None, last: int, planned: Any) -> str:  # noqa: FBT001 - of Summary
-    if run.running:
+    summed_up = run.summary is not None and run.summary.steps >= last
+    if run.running and not (summed_up and isinstance(planned, int) and last >= planned):  # A notebook may look at it.
         return "going on"
     if stopped_early is None:
         return "unfinished" if last else "not begun"
