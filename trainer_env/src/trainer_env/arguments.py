@@ -48,7 +48,8 @@ other commands (train.py COMMAND --help):
 {commands}
 
 A run leaves everything in runs/NAME: config.toml (as resolved), metrics.jsonl, samples.jsonl, reward.png, the logs
-of both halves, checkpoints/, and adapter/ in PEFT's format. configs/demo.toml explains each setting.
+of both halves, checkpoints/, and adapter/ in PEFT's format. configs/demo.toml explains what
+most runs set, `train.py config show KEY` any setting.
 """
 
 

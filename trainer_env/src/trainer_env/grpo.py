@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -108,10 +109,9 @@ def load_policy(config: TrainConfig, model_path: str) -> Policy:
 
 
 def release_gpu_memory() -> None:
-    """Give back what torch keeps on the GPU for itself, for the other half to take."""
-    import torch
-
-    torch.cuda.empty_cache()
+    """Give back what torch keeps on the GPU for itself, for the other half to take. Without torch that is nothing."""
+    if torch := sys.modules.get("torch"):
+        torch.cuda.empty_cache()
 
 
 def run(

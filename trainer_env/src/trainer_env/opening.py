@@ -14,7 +14,7 @@ from trainer_env.config import TrainConfig, changed, load, named
 from trainer_env.config_checks import require_whole_groups
 from trainer_env.devices import detect
 from trainer_env.display import in_kernel
-from trainer_env.finding import CONFIG
+from trainer_env.finding import CONFIG, RUNS
 from trainer_env.models import weights_bytes
 from trainer_env.placement import Placement, plan
 
@@ -83,9 +83,9 @@ def find(
     the config's. Raises ConfigError.
     """
     if config is None and run:
-        own = Path(output_dir or "runs") / run / CONFIG
+        own = Path(output_dir or str(RUNS)) / run / CONFIG
         if own.is_file():
-            return _as(load(own, overrides), run, output_dir or "runs", own), str(own)
+            return _as(load(own, overrides), run, output_dir or str(RUNS), own), str(own)
     path, found = _new(config, overrides)
     run, output_dir = run or found.run, output_dir or found.output_dir
     own = Path(output_dir) / run / CONFIG

@@ -1,6 +1,5 @@
 """The door to a run: what a command line, a notebook or a script does with one."""
 
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +15,7 @@ from trainer_env.config import TrainConfig, changed, to_toml
 from trainer_env.display import Display, Mode, open_display
 from trainer_env.environment_record import write_environment
 from trainer_env.evaluation import Answered
-from trainer_env.finding import find_run
+from trainer_env.finding import RUNS, find_run
 from trainer_env.hub import without_statistics
 from trainer_env.interrupts import Interrupts
 from trainer_env.jsonl import write_atomically
@@ -92,7 +91,7 @@ class Session:
         return opening.opened(cls, config, overrides, run=run, output_dir=output_dir)
 
     @classmethod
-    def attach(cls, run: str, *overrides: str, output_dir: str = "runs") -> Self:
+    def attach(cls, run: str, *overrides: str, output_dir: str = str(RUNS)) -> Self:
         """A run that exists, as `open` gives it. Raises ConfigError, with the nearest name, when there is none."""
         folder = find_run(run, Path(output_dir)).resolve()
         return cls.open(None, *overrides, run=folder.name, output_dir=str(folder.parent))
@@ -132,9 +131,9 @@ class Session:
         model, a run is here already, or there is none to resume.
         """
         run_dir = self.config.run_dir
-        if not self._by_hand:
+        if not self._by_hand:  # Else whoever opened it has asked the server half already.
             step_to_resume(self.config, resume=self._resume)
-        self.check()
+            self.check()
         self._model = models.resolve(self.config.model.name)
         with needing_room(self.config):
             self._lock = RunLock(self.config)
@@ -361,9 +360,7 @@ class Session:
     def _connect(self) -> Server:
         with phase(self._serving, self._interrupts), timed("the server answers", self._shown):
             client = self._serving.connect()
-        self._asking = Asking(
-            client, self._model, self.config, turns(self.placement, client, self._shown, release=_release)
-        )
+        self._asking = Asking(client, self._model, self.config, turns(self.placement, client, self._shown))
         for line in for_people(client.welcome.http_url, client.welcome.metrics_url):
             self._shown.note(line)
         return client
@@ -393,9 +390,3 @@ class Session:
 
     def _say(self, text: str) -> None:
         self._shown.status(text)
-
-
-def _release() -> None:
-    """Give back what an earlier training of this process keeps on the GPU."""
-    if torch := sys.modules.get("torch"):
-        torch.cuda.empty_cache()

@@ -92,14 +92,12 @@ class Training:
 
     def _rollouts(self, server: Server, policy: Any) -> Rollouts:
         """How training asks. Raises ConfigError for a prompt that does not fit."""
-        from trainer_env.grpo import release_gpu_memory
-
         sampler = Sampler(
             server,
             policy.tokenizer,
             self.config,
             eos_token_ids=policy.eos_token_ids,
-            turns=turns(self.placement, server, self.display, release=release_gpu_memory),
+            turns=turns(self.placement, server, self.display),
         )
         for example in (*self.data.train, *self.data.evaluation):
             sampler.encode(example.prompt)
@@ -181,16 +179,16 @@ def phase(serving: Serving, interrupts: Interrupts) -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def turns(
-    placement: Placement, server: Server, display: Display, *, release: Callable[[], None] = lambda: None
-) -> Turns:
-    """In time-share the halves take turns on their GPU, if the engine can sleep. release: see `Turns`."""
+def turns(placement: Placement, server: Server, display: Display) -> Turns:
+    """In time-share the halves take turns on their GPU, if the engine can sleep."""
     if placement.mode != "time-share":
         return Turns()
     if SLEEP not in server.welcome.capabilities:
         display.note("the engine cannot sleep: both halves keep their GPU memory")
         return Turns()
-    return Turns(server, release=release)
+    from trainer_env.grpo import release_gpu_memory
+
+    return Turns(server, release=release_gpu_memory)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from bridge.errors import ConfigError
 from trainer_env import config
 from trainer_env.completing import Version
 from trainer_env.evaluation import Answered, best_adapter
-from trainer_env.finding import find_run
+from trainer_env.finding import CONFIG, find_run
 
 VERSIONS = ("base", "best", "last")
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     versions: dict[str, Version] = {name: _version(name, run_dir) for name in VERSIONS if name in wanted}
     asked = {"evaluation.num_generations": options.n, "evaluation.temperature": options.temperature}
     # Read here as well: what does not go together is refused before a server is started.
-    config.load(run_dir / "config.toml", [f"{key}={it}" for key, it in asked.items() if it is not None])
+    config.load(run_dir / CONFIG, [f"{key}={it}" for key, it in asked.items() if it is not None])
     from trainer_env.session import Session
 
     quiet = ['tracking.display="none"'] if options.json else []

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer_env.finding import find_run
+from trainer_env.finding import RUNS, find_run
 from trainer_env.report import FILE, write_report
 
 _DESCRIPTION = """\
@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--output-dir",
         type=Path,
-        default=Path("runs"),
+        default=RUNS,
         metavar="DIR",
         help="where runs lie by their names (default: runs)",
     )
