@@ -6,6 +6,7 @@ missing of a stack is added as matrices of zeros, which leave the model as it wa
 
 import json
 import math
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,15 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 def complete(folder: Path, base: BaseModel) -> None:
     """Add to a PEFT folder what its stacks lack. Raises Refused when the base model's shapes are not known. Blocks."""
     try:
-        data = (folder / WEIGHTS).read_bytes()
+        with (folder / WEIGHTS).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            data = memoryview(mapped)  # Most adapters are whole, and then only their header is read.
+            try:
+                missing = _missing(read_header(data), base)
+                added = _with_zeros(data, missing) if missing else b""
+            finally:
+                data.release()
     except FileNotFoundError:
         raise Refused(f"There is no adapter in {folder}.") from None
-    tensors = read_header(memoryview(data))
-    missing = _missing(tensors, base)
     if not missing:
         return
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -32,7 +37,7 @@ def complete(folder: Path, base: BaseModel) -> None:
         targets = {*config["target_modules"], *(name.split(".")[-3] for name in missing)}
         config["target_modules"] = sorted(targets)
     _replace(folder / CONFIG, json.dumps(config, indent=1).encode())
-    _replace(folder / WEIGHTS, _with_zeros(data, missing))
+    _replace(folder / WEIGHTS, added)
 
 
 def _missing(tensors: dict[str, Tensor], base: BaseModel) -> dict[str, Tensor]:
@@ -61,18 +66,18 @@ def _outputs(projection: str, base: BaseModel) -> int:
     )
 
 
-def _with_zeros(data: bytes, added: dict[str, Tensor]) -> bytes:
+def _with_zeros(data: memoryview, added: dict[str, Tensor]) -> bytes:
     """The safetensors file with more tensors at its end."""
     start = 8 + int.from_bytes(data[:8], "little")
     end = len(data) - start
-    header: dict[str, Any] = json.loads(data[8:start])
+    header: dict[str, Any] = json.loads(bytes(data[8:start]))
     for name, tensor in added.items():
         size = math.prod(tensor.shape) * BYTES[tensor.dtype]
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (end, end + size)}
         end += size
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    return len(head).to_bytes(8, "little") + head + data[start:] + bytes(end - (len(data) - start))
+    return b"".join([len(head).to_bytes(8, "little"), head, data[start:], bytes(end - (len(data) - start))])
 
 
 def _replace(path: Path, data: bytes) -> None:
