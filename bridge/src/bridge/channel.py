@@ -13,7 +13,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from bridge import protocol as p
-from bridge.endpoint import IO_THREAD, Connection
+from bridge.endpoint import IO_THREAD, IPC_BUFFER_BYTES, Connection
 from bridge.errors import BridgeError, ConfigError, Failure, PeerDied, ProtocolMismatch, Refused, from_failure
 from bridge.security import KeyPair, authenticate
 
@@ -77,7 +77,9 @@ class Channel:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-        if address.startswith("tcp://"):
+        if address.startswith("ipc://"):
+            self._socket.setsockopt(zmq.SNDBUF, IPC_BUFFER_BYTES)
+        else:
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
             self._socket.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)  # So that the server forgets a dead host.

@@ -16,6 +16,10 @@ MAX_IPC_PATH = 107
 IO_THREAD = {"data": 0b01, "control": 0b10}
 """The zmq thread of each socket: encrypting an adapter takes a second in which its thread does nothing else."""
 
+IPC_BUFFER_BYTES = 4 << 20
+"""What the kernel may hold of a Unix socket's messages, as far as the host lets us. By default it is 208 KiB: an
+adapter then crosses in so many pieces that waking both sides for each takes longer than copying them."""
+
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client needs to reach a server. Holds secrets on tcp: the file is 0600."""
