@@ -25,6 +25,7 @@ from trainer_env import config, models
 from trainer_env.devices import detect
 from trainer_env.lasting_client import LastingClient
 from trainer_env.placement import Placement, plan
+from trainer_env.precision import settled
 from trainer_env.server_process import environment_folder, versions
 from trainer_env.serving import Serving
 
@@ -36,12 +37,16 @@ DEADLINE_S = 900.0
 
 @dataclass(frozen=True)
 class Rig:
-    """A server that is ready. client: what a run asks through; listening: see direct.connect; model: its folder."""
+    """A server that is ready. client: what a run asks through; listening: see direct.connect; model: its folder.
+
+    publish_dtype: of the adapters that a run would send it.
+    """
 
     client: LastingClient
     placement: Placement
     listening: Path
     model: str
+    publish_dtype: str
 
     @property
     def device(self) -> str:
@@ -102,13 +107,14 @@ def rig(options: argparse.Namespace, **settings: Any) -> Iterator[Rig]:
         overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in chosen.items()]
         run = config.load(ROOT / "configs" / "demo.toml", [*overrides, *options.set])
         placement = plan(run.placement, detect(), server=run.server)
+        run = settled(run, placement)
         private_dir(run.run_dir)
         serving = Serving(run, placement, say)
         stack.callback(serving.close)
         stack.callback(say, "ending the server")
         serving.start(model, anew=True)
         os.environ.update(placement.trainer_environment())  # Read by torch and CUDA as they are imported.
-        yield Rig(serving.connect(), placement, address, model)
+        yield Rig(serving.connect(), placement, address, model, run.rollout.publish_dtype)
 
 
 def say(text: str) -> None:
@@ -173,6 +179,7 @@ class Report:
             "cores": placement.cores,
             "max_lora_rank": welcome.limits.max_lora_rank,
             "adapter_slots": welcome.limits.adapter_slots,
+            "publish_dtype": self.rig.publish_dtype,
         }
 
 

@@ -10,6 +10,7 @@ rank. Each publish is of other weights. All in milliseconds:
     write    the file, on tmpfs where there is room
     load     into the engine
     first    a request of one token that asks for at least this version
+    ping     beside: an empty message to the server and back
     proof    beside: two rows of 48 tokens scored under this version, as the proof of sync has them
 
 The floor, in turns with it: the same number of bytes in one copy from the device, a file of the same size written to
@@ -47,6 +48,7 @@ TITLES = {
     "total": "step end to first token",
     "digest": "of gather: digest",
     "proof": "beside: proof, the server's part",
+    "ping": "beside: ping",
 }
 
 Times = dict[str, float]
@@ -104,7 +106,8 @@ class Sync:
         times["first"] = clock.lap()
         if answer.version != self._version or loaded.alias_of >= 0:
             raise RuntimeError(f"version {self._version} was published, version {answer.version} answers: {loaded}")
-        return {**times, "total": sum(times.values()), "digest": _digest(packed), "proof": self._proof()}
+        beside = {"digest": _digest(packed), "proof": self._proof(), "ping": self._ping()}
+        return {**times, "total": sum(times.values()), **beside}
 
     def _proof(self) -> float:
         clock = Clock()
@@ -114,6 +117,11 @@ class Sync:
         ]
         for asked in asks:
             asked.result()
+        return clock.lap()
+
+    def _ping(self) -> float:
+        clock = Clock()
+        self._client.ask(p.Ping(deadline_s=DEADLINE_S))
         return clock.lap()
 
     def floor(self, model: Any, packer: Packer) -> Times:
@@ -157,9 +165,9 @@ def _copy(model: Any) -> float:
     return clock.lap()
 
 
-def measure(sync: Sync, rank: int, model: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """One rank: Tandem and the floor in turns."""
-    ours, floors, packer = [], [], Packer(model)
+def measure(sync: Sync, rank: int, model: Any, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One rank: Tandem and the floor in turns. dtype: of the tensors that are sent."""
+    ours, floors, packer = [], [], Packer(model, dtype=dtype)
     for turn in range(options.warm_up + options.publishes):
         timed = sync.publish(model, packer), sync.floor(model, packer)
         if turn >= options.warm_up:
@@ -171,6 +179,7 @@ def measure(sync: Sync, rank: int, model: Any, options: argparse.Namespace) -> d
     return {
         "rank": rank,
         "megabytes": round(megabytes, 2),
+        "sent_megabytes": round(packer.pack().payload.nbytes / 1e6, 2),
         "publishes": options.publishes,
         "factor": round(ms["total"]["median"] / floor_ms["total"]["median"], 3),
         "ms": ms,
@@ -186,8 +195,9 @@ def table(found: list[dict[str, Any]]) -> Table:
     for name in ("Tandem", "worst", "floor", "worst", "factor"):
         drawn.add_column(name, justify="right")
     for one in found:
-        for part in (*PARTS, *TITLES):
-            first = f"{one['megabytes']:.3g} MB, rank {one['rank']}" if part == PARTS[0] else ""
+        for row, part in enumerate((*PARTS, *TITLES)):
+            about = (f"rank {one['rank']}", f"{one['megabytes']:.3g} MB fp32", f"{one['sent_megabytes']:.3g} MB sent")
+            first = about[row] if row < len(about) else ""
             ours, floor = one["ms"][part], one["floor_ms"].get(part)
             cells = [f"{value:.1f}" for each in (ours, floor) if each for value in (each["median"], each["worst"])]
             factor = [f"{ours['median'] / floor['median']:.3g}"] if floor else []
@@ -213,7 +223,8 @@ def main() -> int:
         sync, report = Sync(it, engine, run, Path(folder)), Report(options, it)
         for rank in options.ranks:
             say(f"rank {rank}")
-            report.add(measure(sync, rank, policy.make(it.model, rank, it.device), options))
+            model = policy.make(it.model, rank, it.device)
+            report.add(measure(sync, rank, model, it.publish_dtype, options))
         report.show(table(report.found))
     return 0
 

@@ -187,7 +187,7 @@ def test_an_engine_that_forgets_adapters_is_caught_by_the_shift(train, tiny):
     assert "ignores the adapter" in error.why
 
 
-def test_the_same_bytes_twice_are_caught_when_the_weights_should_have_moved(train, tiny, monkeypatch):
+def test_the_same_weights_twice_are_caught_when_the_weights_should_have_moved(train, tiny, monkeypatch):
     from trainer_env.packing import Packer
 
     packed = []
@@ -199,7 +199,7 @@ def test_the_same_bytes_twice_are_caught_when_the_weights_should_have_moved(trai
 
     real = Packer.pack
     monkeypatch.setattr(Packer, "pack", frozen)
-    with pytest.raises(SyncMismatch, match="very bytes of the version before"):
+    with pytest.raises(SyncMismatch, match="very weights of the version before"):
         train(*CONSTANT, "grpo.max_steps=4")
 
 

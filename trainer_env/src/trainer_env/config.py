@@ -107,7 +107,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     timeout_s: Positive = 300.0
     publish_timeout_s: Positive = 60.0
     """Seconds that the server may take to load one adapter; raise it for high ranks on slow disks."""
-    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the adapter's tensors on their way. The engine rounds them to its own dtype: "auto" is that one, "float32" is
+    twice the bytes and the same policy."""
     on_sync_mismatch: Literal["stop", "warn"] = "stop"
     """When the proof of sync finds that the server does not compute the policy that is trained."""
 

@@ -39,11 +39,15 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Packed:
-    """An adapter ready to send. payload: a safetensors file; adapter_config: PEFT's adapter_config.json."""
+    """An adapter ready to send. payload: a safetensors file; adapter_config: PEFT's adapter_config.json.
+
+    fingerprint: of the weights as they are trained, before any rounding: sum and norm. Other weights have another one.
+    """
 
     payload: memoryview
     digest: str
     adapter_config: dict[str, object]
+    fingerprint: tuple[float, float]
 
 
 class Packer:
@@ -74,11 +78,11 @@ class Packer:
         import torch
 
         buffer = next(self._buffers)
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in self._parameters]).to(self._dtype)
-        buffer.values.copy_(flat, non_blocking=True)
-        if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()
-        return Packed(buffer.payload, digest(buffer.payload), self._config)
+        trained = torch.cat([tensor.detach().reshape(-1) for tensor in self._parameters])
+        buffer.values.copy_(trained.to(self._dtype), non_blocking=True)
+        figures = [trained.sum(dtype=torch.float64), torch.linalg.vector_norm(trained, dtype=torch.float64)]
+        total, norm = torch.stack(figures).tolist()  # Waits for the copy too: both are on one stream.
+        return Packed(buffer.payload, digest(buffer.payload), self._config, (total, norm))
 
 
 def pack(model: Any, *, max_rank: int = 0, dtype: str = "float32") -> Packed:

@@ -14,11 +14,11 @@ from trainer_env.server import Server
 class Published:
     """What became of one publish. Times in milliseconds; load_ms is the engine's share of publish_ms.
 
-    repeated: the bytes are those of the version before.
+    repeated: the trained weights are those of the version before.
     """
 
     loaded: AdapterLoaded
-    digest: str
+    fingerprint: tuple[float, float] | None
     publish_ms: float
     load_ms: float
     repeated: bool = False
@@ -51,7 +51,7 @@ class Publisher:
                 why="Versions are optimizer steps, and those only rise within a run.",
             )
         if version == 0:
-            self.last = Published(_base_model(model), "", 0.0, 0.0)
+            self.last = Published(_base_model(model), None, 0.0, 0.0)
             return self.last.loaded
         started = time.perf_counter()
         if self._packer is None:
@@ -77,21 +77,18 @@ class Publisher:
             )
         self.last = Published(
             loaded,
-            packed.digest,
+            packed.fingerprint,
             publish_ms=(time.perf_counter() - started) * 1000,
             load_ms=loaded.load_s * 1000,
-            repeated=self.last is not None and self.last.digest == packed.digest,
+            repeated=self.last is not None and self.last.fingerprint == packed.fingerprint,
         )
         return loaded
 
     def require_change(self, *, learning_rate: float, grad_norm: float) -> None:
-        """Raise SyncMismatch when a step that must have moved the weights published the bytes of the version before.
-
-        Adapters sent as bfloat16 may round to the same bytes, so these are not held to it.
-        """
-        if self.last and self.last.repeated and self._dtype == "float32" and learning_rate > 0 and grad_norm > 0:
+        """Raise SyncMismatch when a step that must have moved the weights published those of the version before."""
+        if self.last and self.last.repeated and learning_rate > 0 and grad_norm > 0:
             raise SyncMismatch(
-                f"Adapter version {self.last.loaded.version} has the very bytes of the version before it, "
+                f"Adapter version {self.last.loaded.version} has the very weights of the version before it, "
                 f"after a step with learning rate {learning_rate:g} and gradient norm {grad_norm:g}.",
                 why="The optimizer trains other weights than the ones that are published.",
                 remedy="Report this with the versions of unsloth, trl and peft that scripts/doctor.py prints.",
