@@ -128,7 +128,7 @@ async def test_engines_that_always_fail_their_canary_are_given_up(tmp_path, mode
 
 
 @pytest.mark.parametrize("fault", ["", "ignores-adapter"])
-async def test_after_a_wake_the_canary_is_asked_before_anybody_is_served(tmp_path, model, backend, fault):
+async def test_after_a_wake_the_canary_is_asked_before_anybody_is_answered(tmp_path, model, backend, fault):
     begins = tmp_path / "begins"
     faults = f"{fault}:{begins}@1" if fault else ""
     flags = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -138,6 +138,27 @@ async def test_after_a_wake_the_canary_is_asked_before_anybody_is_served(tmp_pat
         await client.ask(p.Sleep())
         begins.touch()
         await client.ask(p.Wake(deadline_s=ENOUGH_S))
-        assert (await client.ask(generate(ROWS[0]))).completions
+        assert (await client.ask(generate(ROWS[0], deadline_s=ENOUGH_S))).completions
         assert (await client.ask(p.Status())).restarts == (1 if fault else 0)
+        starts, answers = it.journal("start"), it.journal("generated")
+        assert answers[-1]["pid"] == starts[-1]["pid"]  # What the engine that failed had sampled is thrown away.
         await until(lambda: it.log().count("this engine answers as the last one did") == 1, "the log")
+
+
+async def test_what_is_asked_after_a_wake_is_worked_on_beside_the_canary_and_answered_after_it(
+    tmp_path, model, backend
+):
+    flags = {"VLLM_SERVER_DEV_MODE": "1"}
+    async with served(tmp_path, model, server={"device": "cuda", "sleep": True}, environment=flags) as it:
+        client = await it.client("run")
+        await ask(client, model)
+        for _ in range(3):
+            await client.ask(p.Sleep())
+            before = len(it.journal())
+            await client.ask(p.Wake(deadline_s=ENOUGH_S))
+            assert (await client.ask(generate([42, 43], deadline_s=ENOUGH_S))).completions
+            assert [e["event"] for e in it.journal()[before:]].count("unload") == 1  # The canary's: it is over.
+        await client.ask(p.Wake(deadline_s=ENOUGH_S))
+        await client.ask(p.Sleep(deadline_s=ENOUGH_S))
+        assert (await client.ask(p.Status())).restarts == 0
+        await until(lambda: it.log().count("this engine answers as the last one did") == 3, "the log")

@@ -80,7 +80,7 @@ class Adapters:
     _any_next: bool = True
     _epoch: int = 0
     _names: set[str] = field(default_factory=set)
-    _to_delete: list[Path] = field(default_factory=list)
+    _to_delete: Path | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -288,12 +288,15 @@ class Adapters:
         """Unload an adapter that no request can name. Its files go one retirement later: the engine may still be on its
         way to hear that the last request under it was cancelled.
         """
-        for path in self._to_delete:
-            self.spool.delete(path)
-        self._to_delete = [adapter.path]
-        task = asyncio.create_task(self.replicas.unload_adapter(adapter.name))
+        late, self._to_delete = self._to_delete, adapter.path
+        task = asyncio.create_task(self._forget(adapter.name, late))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _forget(self, name: str, late: Path | None) -> None:
+        await self.replicas.unload_adapter(name)
+        if late:
+            await asyncio.to_thread(self.spool.delete, late)
 
 
 def _was_refused(version: int, error: BridgeError) -> StaleVersion:

@@ -1,7 +1,7 @@
 """The proof of sync, as far as the server sees it: a canary is an adapter with a large effect that never serves.
 
 The trainer sends it once and judges the answers. The server keeps it, and asks the same of every later life of the
-engine and after every wake, before anybody is served: an engine that answers otherwise than it did does not serve.
+engine and after every wake, before anybody gets an answer: an engine that answers otherwise than it did does not serve.
 """
 
 import asyncio
@@ -21,17 +21,14 @@ from server_env.metrics import Proof
 from server_env.peft_adapter import check
 from server_env.replica import UNLOAD_TIMEOUT_S
 from server_env.sleeping import Sleeper
+from server_env.slots import GUEST
 
 log = logging.getLogger(__name__)
 
 COMPLETIONS, SAMPLED_TOKENS = 4, 2
-"""Of a prompt over a cached prefix. Side by side they take the engine fewer steps than one after the other, and whoever
-wakes it waits for them."""
+"""Of a prompt over a cached prefix. Side by side they take the engine fewer steps than one after the other."""
 FIRST = p.Sampling(max_tokens=1, ignore_eos=True)
 SAMPLED = p.Sampling(max_tokens=SAMPLED_TOKENS, ignore_eos=True)
-
-GUEST = "canary"
-"""Stands for whichever canary is being asked, where adapters share an engine's slots."""
 
 NOISE = 0.15
 """Mean difference between two answers to one question. In bfloat16 another order of summation moves a logprob by 0.05

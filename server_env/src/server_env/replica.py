@@ -12,7 +12,7 @@ from bridge.errors import BridgeError, EngineFailed, Refused
 from server_env.config import ServerConfig
 from server_env.engine import Engine, EngineGone
 from server_env.engine_process import EngineProcess
-from server_env.slots import Slots
+from server_env.slots import GUEST, Slots
 from server_env.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,13 @@ class Life:
 
     adapters: set[str] = field(default_factory=set)
     level: Level = "awake"
+    proof: asyncio.Task[None] | None = None
+    """Begun when it woke. What it is asked meanwhile is answered once it has shown that it computes what it did."""
+
+    async def proven(self) -> None:
+        """Return when it has; raises EngineGone when it has not."""
+        if self.proof:
+            await asyncio.shield(self.proof)
 
 
 class Replica:
@@ -103,10 +110,17 @@ class Replica:
 
     async def ask(self, work: Callable[[Engine], Awaitable[T]], adapter: str, sequences: int) -> T:
         """The result of a request that it takes. Raises EngineGone when it is lost."""
+        life = self._life
+
+        async def answered(engine: Engine) -> T:
+            result = await work(engine)
+            await life.proven()
+            return result
+
         with self._slots.taken(adapter):
             self.load += sequences
             try:
-                return await self.supervisor.attempt(work)
+                return await self.supervisor.attempt(answered)
             finally:
                 self.load -= sequences
 
@@ -117,9 +131,9 @@ class Replica:
     async def turn(self, level: Level) -> None:
         """Go round to that level. Raises EngineFailed, and EngineGone once it is known whether it lives.
 
-        One that has woken up and does not compute what the others do is replaced.
+        One that has woken up is asked at once, and answers when it is proven; one that fails that is replaced.
         """
-        await self._change(lambda engine: self._turn(engine, level, self._proven_or_replaced))
+        await self._change(lambda engine: self._turn(engine, level, self._begin_to_prove))
 
     async def prove(self) -> None:
         """Have it show that it computes what the others do; one that does not is replaced."""
@@ -206,10 +220,16 @@ class Replica:
         except Refused as error:
             raise EngineFailed(f"Adapter {name}, which served before, does not load: {error.what}") from None
 
+    async def _begin_to_prove(self, _engine: Engine) -> None:
+        """Beside what it is asked: the proof of a wake takes longer than the wake."""
+        self._life.proof = proof = asyncio.create_task(self._change(self._proven_or_replaced))
+        proof.add_done_callback(lambda task: task.cancelled() or task.exception())  # There may be nobody who asks.
+
     async def _proven_or_replaced(self, engine: Engine) -> None:
         number = self.supervisor.life
         try:
-            await self._group.prove(engine)
+            with self._slots.taken(GUEST):
+                await self._group.prove(engine)
         except EngineFailed as error:
             await self.supervisor.replace(number, f"an engine does not compute what it should: {error.what}")
             raise EngineGone(error.what) from error
@@ -219,6 +239,7 @@ class Replica:
         while life.level != level:
             match life.level:
                 case "awake":
+                    await life.proven()
                     await engine.sleep()
                     life.level = "asleep"
                 case "asleep":

@@ -7,6 +7,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+GUEST = "canary"
+"""Stands for whichever canary is being asked: an adapter that takes a slot and never serves."""
+
 
 class Slots:
     """One slot an adapter, however many requests are in flight under it. Adapters go by the engine's names.
