@@ -114,7 +114,9 @@ def _serve(file: "ServerFile", rank: int, run_dir: Path) -> None:
         filename=run_dir / "server.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     from server_env import gateway, node
+    from server_env.heap import keep_freed_memory
 
+    keep_freed_memory()
     asyncio.run((node if rank else gateway).serve(file, run_dir))
 
 
