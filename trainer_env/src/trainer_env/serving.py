@@ -241,8 +241,9 @@ class Serving:
             self._process.start(self._matters)
 
     def _on_event(self, event: p.Event) -> None:
-        """Called on a client's thread."""
-        self._process.note_family()
+        """Called on a client's thread, where the answer to a publish waits behind it."""
+        if isinstance(event, p.EngineDied | p.EngineRestarted):
+            self._process.note_family()
         match event:
             case p.EngineDied():
                 then = "has left for good" if event.for_good else "died, and is started again"
