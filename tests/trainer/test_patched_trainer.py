@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from trainer_env import grpo
 
-def test_unsloths_own_trainer_uses_and_measures_sampling_logprobs(tmp_path):
-    """It keeps logprobs in another layout than TRL's, with a row's padding moved to its end."""
+
+@pytest.mark.parametrize("packed", ["0", "1"])
+def test_unsloths_own_trainer_uses_and_measures_sampling_logprobs(tmp_path, packed):
+    """It keeps logprobs in another layout than TRL's, with a row's padding moved to its end or left out."""
     here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": str(here.parent), "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "PYTHONPATH": str(here.parent),
+        "PYTHONWARNINGS": "ignore",
+        "UNSLOTH_GRPO_SEQ_PACKING": packed,
+    }
     done = subprocess.run(
         [sys.executable, here / "patched_run.py", tmp_path],
         env=environment,
@@ -36,3 +43,19 @@ def test_unsloths_own_trainer_uses_and_measures_sampling_logprobs(tmp_path):
     assert reused[0]["ratio_mean"] == pytest.approx(1, abs=0.01)
     assert reused[1]["dlogp_mean_abs"] > 10 * reused[0]["dlogp_mean_abs"]
     assert not (tmp_path / "unsloth_compiled_cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("torch", "installed", "packed"),
+    [
+        ("2.11.0", (), False),
+        ("2.11.0+cu130", ("xformers",), True),
+        ("2.11.0", ("flash_attn",), True),
+        ("2.12.0", (), True),
+        ("3.0.1+cpu", (), True),
+    ],
+)
+def test_rows_are_packed_where_a_kernel_attends_to_them(monkeypatch, torch, installed, packed):
+    monkeypatch.setattr("importlib.metadata.version", {"torch": torch}.__getitem__)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    assert grpo.attends_to_packed_rows() == packed

@@ -1,6 +1,8 @@
 """Unsloth's policy and TRL's GRPO trainer, fed by the bridge. The only file that imports unsloth and trl."""
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -63,11 +65,25 @@ def import_unsloth() -> Any:
         # On a CPU the engine shares the cores. OpenMP's threads spin while they wait for one another, which takes the
         # core from the one waited for: steps became five to ten times slower.
         "OMP_WAIT_POLICY": "passive",
+        # Rows laid end to end are one kernel's work where there is such a kernel. Elsewhere Unsloth attends to them in
+        # a loop over their lengths, in each layer, which took most of a training step; padded they are one call.
+        "UNSLOTH_GRPO_SEQ_PACKING": str(int(attends_to_packed_rows())),
     }.items():
         os.environ.setdefault(name, value)
     import unsloth
 
     return unsloth
+
+
+def attends_to_packed_rows() -> bool:
+    """Whether this environment has a kernel for rows of several lengths laid end to end, as far as Unsloth uses it.
+
+    PyTorch's own takes grouped-query attention from 2.12 on. Imports nothing.
+    """
+    if any(importlib.util.find_spec(name) for name in ("flash_attn", "xformers")):
+        return True
+    major, minor = importlib.metadata.version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 12)
 
 
 def load_policy(config: TrainConfig, model_path: str) -> Policy:
