@@ -8,9 +8,9 @@ import pytest
 
 from trainer_env import config as configs
 from trainer_env import left_server
-from trainer_env.devices import Devices
+from trainer_env.devices import Device, Devices
 from trainer_env.left_server import Started, differences, held, read
-from trainer_env.placement import plan
+from trainer_env.placement import Placement, plan
 from trainer_env.server_settings import server_settings, what_matters
 
 
@@ -85,3 +85,35 @@ def test_a_folder_is_held_while_its_lock_is(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert held(tmp_path)
     assert not held(tmp_path)
+
+
+ONE_GPU = Device(id="0", uuid="GPU-1", total_bytes=80 * 2**30, free_bytes=79 * 2**30)
+
+
+def taken(share: float) -> Devices:
+    """The machine while somebody holds that share of its GPU."""
+    free = int(ONE_GPU.free_bytes - share * ONE_GPU.total_bytes)
+    return Devices(gpus=(msgspec.structs.replace(ONE_GPU, free_bytes=free),), cores=8)
+
+
+def planned(devices: Devices, tmp_path: Path) -> Placement:
+    config = configs.load(Path("configs/demo.toml"), [])
+    return plan(config.placement, left_server.as_it_was_planned(devices, tmp_path), model_bytes=2**30)
+
+
+def test_whoever_goes_on_with_a_server_plans_as_it_was_planned_for(tmp_path):
+    first = planned(taken(0.0), tmp_path)
+    assert first.mode == "shared"
+    started(free_bytes=first.free_bytes()).write(tmp_path)
+    (tmp_path / "server.lock").touch()
+    assert planned(taken(0.7), tmp_path).mode == "time-share"  # Somebody else's memory: that server is gone.
+    with (tmp_path / "server.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert planned(taken(0.7), tmp_path) == first
+
+
+def test_a_record_without_the_free_memory_is_planned_with_what_is_free(tmp_path):
+    started().write(tmp_path)
+    with (tmp_path / "server.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert planned(taken(0.7), tmp_path).mode == "time-share"

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from bridge.endpoint import write_private
+from trainer_env.devices import Devices
 
 RECORD = "server_process.json"
 
@@ -22,6 +23,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """What was added to the trainer's own variables: devices, threads."""
     settings: dict[str, Any]
     """See `server_settings.what_matters`."""
+    free_bytes: dict[str, int] = {}
+    """Of the GPUs that the run was planned on, before it started."""
 
     def write(self, run_dir: Path) -> None:
         """Keep it in the run's folder (0600: an engine's variables may hold secrets)."""
@@ -34,6 +37,18 @@ def read(run_dir: Path) -> Started | None:
         return msgspec.json.decode((run_dir / RECORD).read_bytes(), type=Started)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
+
+
+def as_it_was_planned(devices: Devices, run_dir: Path) -> Devices:
+    """The devices with what the server that this run has left holds of them counted as free, if it still lives.
+
+    Whoever goes on with it plans as it was planned for.
+    """
+    left = read(run_dir) if held(run_dir) else None
+    if left is None:
+        return devices
+    gpus = (msgspec.structs.replace(d, free_bytes=left.free_bytes.get(d.id, d.free_bytes)) for d in devices.gpus)
+    return msgspec.structs.replace(devices, gpus=tuple(gpus))
 
 
 def differences(left: Started, wanted: Started) -> list[str]:

@@ -15,6 +15,7 @@ from trainer_env.config_checks import require_whole_groups
 from trainer_env.devices import detect
 from trainer_env.display import in_kernel
 from trainer_env.finding import CONFIG, RUNS
+from trainer_env.left_server import as_it_was_planned
 from trainer_env.models import weights_bytes
 from trainer_env.placement import Placement, plan
 
@@ -52,7 +53,7 @@ def place(config: TrainConfig, source: str) -> Placement:
     """Which half gets what on this machine. source: what errors call the config. Raises ConfigError."""
     placement = plan(
         config.placement,
-        detect(),
+        as_it_was_planned(detect(), config.run_dir),
         overlap=config.lookahead("cpu") > 0,
         server=config.server,
         model_bytes=weights_bytes(config.model.name),

@@ -61,15 +61,22 @@ def versions(*names: str, path: str = "") -> str:
 class ServerProcess:
     """The tandem-server of one run: started here, or taken over from the last trainer, and ended here.
 
-    environment: variables to add to this process's own (devices, threads).
+    environment: variables to add to this process's own (devices, threads). free_bytes: see `left_server.Started`.
     """
 
-    def __init__(self, backend: str, run_dir: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        backend: str,
+        run_dir: Path,
+        environment: Mapping[str, str],
+        free_bytes: Mapping[str, int] | None = None,
+    ) -> None:
         self.run_dir = run_dir
         self.log_path = run_dir / "server.log"
         self._program = environment_folder(backend) / "bin" / "tandem-server"
         self._backend = backend
         self._environment = environment
+        self._free_bytes = free_bytes or {}
         self.differences: list[str] = []
         """Why the server that was left could not be taken over: settings, by their dotted keys."""
         self._child: subprocess.Popen[bytes] | Adopted | None = None
@@ -305,6 +312,7 @@ class ServerProcess:
             program=str(self._program.resolve()),
             environment=dict(self._environment),
             settings=settings,
+            free_bytes=dict(self._free_bytes),
         )
 
 

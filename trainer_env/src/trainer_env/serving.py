@@ -253,7 +253,8 @@ class Serving:
                 log.warning("an engine is back after %.0f s, with version %d", event.seconds, event.version)
 
     def _process_in(self, run_dir: Path) -> ServerProcess:
-        return ServerProcess(self._config.backend, run_dir, self._placement.server_environment())
+        planned = self._placement
+        return ServerProcess(self._config.backend, run_dir, planned.server_environment(), planned.free_bytes())
 
     def _write_settings(self, folder: Path, model: str) -> Path:
         path = folder / "server.toml"
