@@ -1,5 +1,6 @@
 """A run, or a config, by what people call it: a run's name, its folder, a TOML file."""
 
+import argparse
 from pathlib import Path
 
 from bridge.errors import ConfigError
@@ -8,6 +9,13 @@ from bridge.settings import nearest
 RUNS = Path("runs")
 """Where a name is looked for: what output_dir is unless a config says otherwise."""
 CONFIG = "config.toml"
+
+
+def add_output_dir(parser: argparse.ArgumentParser) -> None:
+    """The option of every command that takes a run's name."""
+    parser.add_argument(
+        "--output-dir", type=Path, default=RUNS, metavar="DIR", help="where runs lie by their names (default: runs)"
+    )
 
 
 def find_run(name: str, runs: Path = RUNS) -> Path:

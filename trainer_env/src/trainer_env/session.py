@@ -159,14 +159,15 @@ class Session:
         the adapter: "latest", "base" for the model without one, or a number. Raises what the server answers.
         """
         asking = self._asking_now()
-        return asking.generate(
-            prompts,
-            n=n,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            version=version,
-            may_come=self._training.locked(),
-        )
+        with phase(self._serving, self._interrupts):
+            return asking.generate(
+                prompts,
+                n=n,
+                temperature=temperature,
+                max_tokens=max_tokens,
+                version=version,
+                may_come=self._training.locked(),
+            )
 
     def evaluate(
         self,

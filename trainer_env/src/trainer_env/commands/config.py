@@ -9,7 +9,7 @@ from bridge.errors import ConfigError
 from trainer_env import arguments, config, config_tools
 from trainer_env.cli import EXIT_CONFIG
 from trainer_env.config_checking import check
-from trainer_env.finding import RUNS, config_name, find_config, is_config
+from trainer_env.finding import add_output_dir, config_name, find_config, is_config
 from trainer_env.setting_words import OTHER_HALF, is_known, known_keys, words
 from trainer_env.toml_writer import toml_value
 
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="where runs are (default: runs)")
+    add_output_dir(parser)
     jobs = parser.add_subparsers(required=True, metavar="show|check|diff")
 
     show = jobs.add_parser("show", help="a config with every default, or what one setting means")
@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(options: argparse.Namespace) -> int:
-    name, key = _config_and_key(options.what, options.runs)
-    path = find_config(name, options.runs) if name else arguments.demo()
+    name, key = _config_and_key(options.what, options.output_dir)
+    path = find_config(name, options.output_dir) if name else arguments.demo()
     loaded = config.load(path, options.set)
     if key:
         _explain(key, loaded, path)
@@ -119,7 +119,7 @@ def _check(options: argparse.Namespace) -> int:
     good = True
     for name in options.configs:
         try:
-            path = find_config(name, options.runs)
+            path = find_config(name, options.output_dir)
         except ConfigError as error:
             print(error)
             good = False
@@ -132,7 +132,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    paths = [find_config(name, options.runs) for name in options.configs]
+    paths = [find_config(name, options.output_dir) for name in options.configs]
     one, other = (config.load(path) for path in paths)
     different = config_tools.compare(one, other)
     rows = config_tools.compare(one, other, same=True) if options.all else different

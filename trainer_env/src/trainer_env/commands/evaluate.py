@@ -10,7 +10,7 @@ from bridge.errors import ConfigError
 from trainer_env import config
 from trainer_env.completing import Version
 from trainer_env.evaluation import Answered, best_adapter
-from trainer_env.finding import CONFIG, find_run
+from trainer_env.finding import CONFIG, add_output_dir, find_run
 
 VERSIONS = ("base", "best", "last")
 
@@ -18,7 +18,7 @@ VERSIONS = ("base", "best", "last")
 def main(argv: Sequence[str]) -> int:
     """Its exit status. Raises ConfigError, and what a Session raises."""
     options = _parser().parse_args(argv)
-    run_dir = find_run(options.run).resolve()
+    run_dir = find_run(options.run, options.output_dir).resolve()
     wanted = {*(["base"] if options.base else []), *(options.version or ["last"])}
     # In this order, for a server takes adapters in the order of their steps.
     versions: dict[str, Version] = {name: _version(name, run_dir) for name in VERSIONS if name in wanted}
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=_temperature, metavar="T", help="of sampling (default: evaluation.temperature)")
     add("--max-examples", type=_count, metavar="N", help="only the first N held-out examples")
     add("--json", action="store_true", help="print the figures as JSON")
+    add_output_dir(parser)
     return parser
 
 

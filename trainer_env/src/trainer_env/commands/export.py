@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from trainer_env.exporting import What, export
-from trainer_env.finding import RUNS, find_run
+from trainer_env.finding import add_output_dir, find_run
 
 _EPILOG = """\
 examples:
@@ -19,7 +19,7 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0."""
     options = _parser().parse_args(argv)
-    run = find_run(options.run, options.runs)
+    run = find_run(options.run, options.output_dir)
     done = export(run, options.out, what=options.what, which=options.which, force=options.force)
     kind = "adapter" if options.what == "adapter" else "merged model"
     print(f"{kind:<13}{done.folder}\n{'from':<13}{done.origin.describe()}")
@@ -44,5 +44,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--what", choices=get_args(What), default="adapter", help="adapter (default), or merged: the whole model")
     add("--which", default="last", metavar="last|best|STEP", help="of which step; STEP is a checkpoint (default: last)")
     add("--force", action="store_true", help="replace what an earlier export wrote there, and nothing else")
-    add("--runs", type=Path, default=RUNS, metavar="DIR", help="where runs are (default: runs)")
+    add_output_dir(parser)
     return parser

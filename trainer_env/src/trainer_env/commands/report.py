@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer_env.finding import RUNS, find_run
+from trainer_env.finding import add_output_dir, find_run
 from trainer_env.report import FILE, write_report
 
 _DESCRIPTION = """\
@@ -28,11 +28,5 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run's name, or the path of its folder; several are overlaid")
     add("--out", type=Path, metavar="FILE", help=f"the page (default: {FILE} in the first run's folder)")
-    add(
-        "--output-dir",
-        type=Path,
-        default=RUNS,
-        metavar="DIR",
-        help="where runs lie by their names (default: runs)",
-    )
+    add_output_dir(parser)
     return parser
