@@ -114,7 +114,7 @@ def rig(options: argparse.Namespace, **settings: Any) -> Iterator[Rig]:
         stack.callback(say, "ending the server")
         serving.start(model, anew=True)
         os.environ.update(placement.trainer_environment())  # Read by torch and CUDA as they are imported.
-        yield Rig(serving.connect(), placement, address, model, run.rollout.publish_dtype)
+        yield Rig(serving.connect(), placement, address, model, run.publish_dtype)
 
 
 def say(text: str) -> None:

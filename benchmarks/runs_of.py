@@ -200,6 +200,8 @@ def watch(
     _note(run, lines, child)
     if child.process.poll():
         run.problem = f"exit code {child.process.returncode}\n{child.tail()}"
+    elif not run.steps and not run.problem:
+        run.problem = f"it ended without a step\n{child.tail()}"
     run.ready = {
         label: next((moment for moment, line in child.lines if text in line), 0.0) for label, text in READY.items()
     }

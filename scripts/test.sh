@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Prepare the environments, then run every check: formatting, types, the lock, and the tests, folder by folder.
 #
-#   bash scripts/test.sh           everything but the long runs (half an hour on two fast cores, up to an hour on slow ones)
+#   bash scripts/test.sh           everything but the long runs (20 to 30 minutes on two fast cores, up to an hour on slow ones)
 #   bash scripts/test.sh --full    the long runs too
-#   bash scripts/test.sh --quick   only what needs no engine and no torch (6 to 10 minutes)
+#   bash scripts/test.sh --quick   only what needs no engine and no torch (5 to 10 minutes)
 #
 # Which environment runs which folder:
 #   dev      tests/unit  tests/integration  tests/engines (starts real engines)  tests/e2e (starts real runs)

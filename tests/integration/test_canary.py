@@ -1,5 +1,6 @@
 """The server's side of the proof of sync: what a canary is asked, and that no engine serves that answers otherwise."""
 
+import asyncio
 import os
 import signal
 
@@ -148,17 +149,40 @@ async def test_after_a_wake_the_canary_is_asked_before_anybody_is_answered(tmp_p
 async def test_what_is_asked_after_a_wake_is_worked_on_beside_the_canary_and_answered_after_it(
     tmp_path, model, backend
 ):
+    held = tmp_path / "goes on"
+    flags = {"VLLM_SERVER_DEV_MODE": "1"}
+    async with served(
+        tmp_path, model, fault=f"load-holds:{held}", server={"device": "cuda", "sleep": True}, environment=flags
+    ) as it:
+        held.touch()
+        client = await it.client("run")
+        await ask(client, model)
+        await client.ask(p.Sleep())
+        held.unlink()  # From here on the canary is not loaded, and what does not need it goes on.
+        await client.ask(p.Wake(deadline_s=ENOUGH_S))
+        before = len(it.journal("generated"))
+        answer = asyncio.create_task(client.ask(generate([42, 43], deadline_s=ENOUGH_S)))
+        await until(lambda: len(it.journal("generated")) > before, "it to be sampled")
+        asleep = asyncio.create_task(client.ask(p.Sleep(deadline_s=ENOUGH_S)))
+        await asyncio.sleep(0.2)
+        assert not answer.done()
+        assert not asleep.done()
+        held.touch()
+        assert (await answer).completions
+        await asleep
+        assert it.log().count("this engine answers as the last one did") == 1
+        assert (await client.ask(p.Status())).restarts == 0
+
+
+async def test_a_sleep_right_after_a_wake_waits_for_the_canary(tmp_path, model, backend):
     flags = {"VLLM_SERVER_DEV_MODE": "1"}
     async with served(tmp_path, model, server={"device": "cuda", "sleep": True}, environment=flags) as it:
         client = await it.client("run")
         await ask(client, model)
-        for _ in range(3):
-            await client.ask(p.Sleep())
-            before = len(it.journal())
+        for turn in (1, 2, 3):
+            await client.ask(p.Sleep(deadline_s=ENOUGH_S))
+            assert it.log().count("this engine answers as the last one did") == turn - 1
             await client.ask(p.Wake(deadline_s=ENOUGH_S))
-            assert (await client.ask(generate([42, 43], deadline_s=ENOUGH_S))).completions
-            assert [e["event"] for e in it.journal()[before:]].count("unload") == 1  # The canary's: it is over.
-        await client.ask(p.Wake(deadline_s=ENOUGH_S))
         await client.ask(p.Sleep(deadline_s=ENOUGH_S))
+        assert it.log().count("this engine answers as the last one did") == 3
         assert (await client.ask(p.Status())).restarts == 0
-        await until(lambda: it.log().count("this engine answers as the last one did") == 3, "the log")

@@ -41,7 +41,6 @@ def tiny_config(folder: Path, *overrides: str, run: str = "run") -> configs.Trai
             f'run="{run}"',
             f'model.name="{TINY}"',
             'model.dtype="float32"',
-            'rollout.publish_dtype="float32"',
             "model.max_seq_length=128",
             "grpo.num_generations=4",
             "grpo.per_device_train_batch_size=8",

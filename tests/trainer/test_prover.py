@@ -187,7 +187,7 @@ def test_an_engine_that_forgets_adapters_is_caught_by_the_shift(train, tiny):
     assert "ignores the adapter" in error.why
 
 
-def test_the_same_weights_twice_are_caught_when_the_weights_should_have_moved(train, tiny, monkeypatch):
+def test_the_same_weights_twice_are_caught_when_they_should_have_moved(train, tiny, monkeypatch):
     from trainer_env.packing import Packer
 
     packed = []

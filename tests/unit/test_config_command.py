@@ -118,7 +118,7 @@ def test_a_run_is_found_by_its_name_and_by_its_folder(run):
     for name in ("adding", "runs/adding", "runs/adding/config.toml"):
         assert "grpo.max_steps = 7" in run("show", name, "grpo.max_steps")[1]
     a_run("elsewhere", output_dir="others")
-    assert run("--output-dir", "others", "show", "elsewhere")[0] == 0
+    assert run("show", "elsewhere", "--output-dir", "others")[0] == 0
     code, text = run("show", "runs/addin")
     assert code == 2
     assert "Did you mean adding?" in text

@@ -87,13 +87,13 @@ def test_a_folder_is_held_while_its_lock_is(tmp_path):
     assert not held(tmp_path)
 
 
-ONE_GPU = Device(id="0", uuid="GPU-1", total_bytes=80 * 2**30, free_bytes=79 * 2**30)
+GIB = 2**30
+ONE_GPU = Device(id="0", uuid="GPU-1", total_bytes=80 * GIB, free_bytes=79 * GIB)
 
 
-def taken(share: float) -> Devices:
-    """The machine while somebody holds that share of its GPU."""
-    free = int(ONE_GPU.free_bytes - share * ONE_GPU.total_bytes)
-    return Devices(gpus=(msgspec.structs.replace(ONE_GPU, free_bytes=free),), cores=8)
+def taken(gib: int) -> Devices:
+    """The machine while somebody holds so much of its GPU."""
+    return Devices(gpus=(msgspec.structs.replace(ONE_GPU, free_bytes=(79 - gib) * GIB),), cores=8)
 
 
 def planned(devices: Devices, tmp_path: Path) -> Placement:
@@ -102,18 +102,18 @@ def planned(devices: Devices, tmp_path: Path) -> Placement:
 
 
 def test_whoever_goes_on_with_a_server_plans_as_it_was_planned_for(tmp_path):
-    first = planned(taken(0.0), tmp_path)
+    first = planned(taken(0), tmp_path)
     assert first.mode == "shared"
     started(free_bytes=first.free_bytes()).write(tmp_path)
     (tmp_path / "server.lock").touch()
-    assert planned(taken(0.7), tmp_path).mode == "time-share"  # Somebody else's memory: that server is gone.
+    assert planned(taken(56), tmp_path).mode == "time-share"  # Somebody else's memory: that server is gone.
     with (tmp_path / "server.lock").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert planned(taken(0.7), tmp_path) == first
+        assert planned(taken(56), tmp_path) == first
 
 
 def test_a_record_without_the_free_memory_is_planned_with_what_is_free(tmp_path):
     started().write(tmp_path)
     with (tmp_path / "server.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert planned(taken(0.7), tmp_path).mode == "time-share"
+        assert planned(taken(56), tmp_path).mode == "time-share"

@@ -37,8 +37,8 @@ def demo(*overrides: str) -> config.TrainConfig:
 def test_a_cpu_gets_what_it_computes_fast(cpu):
     settled = precision.settled(demo(), placed(on_gpu=False))
     assert settled.model.dtype == ("bfloat16" if cpu else "float32")
-    assert settled.rollout.publish_dtype == settled.model.dtype
-    assert msgspec.structs.replace(settled, model=demo().model, rollout=demo().rollout) == demo()
+    assert settled.publish_dtype == settled.model.dtype
+    assert msgspec.structs.replace(settled, model=demo().model) == demo()
 
 
 def test_a_gpu_gets_bfloat16(cpu):
@@ -47,7 +47,7 @@ def test_a_gpu_gets_bfloat16(cpu):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_was_chosen_stays_and_a_slow_choice_is_remarked_on(cpu, dtype):
-    chosen = demo(f"model.dtype={dtype}", "rollout.publish_dtype=float32")
+    chosen = demo(f"model.dtype={dtype}")
     assert precision.settled(chosen, placed(on_gpu=False)) == chosen
     remark = precision.remark(chosen, placed(on_gpu=False))
     assert ("in software" in remark) == (dtype == "bfloat16" and not cpu)
@@ -64,11 +64,13 @@ def test_what_was_chosen_stays_and_a_slow_choice_is_remarked_on(cpu, dtype):
         (["vllm.dtype=float32"], "float32"),
         (["sglang.dtype=float32"], "bfloat16"),
         (["server.backend=sglang", "sglang.dtype=float32"], "float32"),
-        (["vllm.lora_dtype=float32"], "float32"),
+        (['vllm.extra_args=["--lora-dtype", "float16"]'], "float32"),
+        (["rollout.publish_dtype=float32"], "float32"),
+        (["model.dtype=float32", "rollout.publish_dtype=bfloat16"], "bfloat16"),
     ],
 )
 def test_an_adapter_is_sent_in_what_its_engine_computes_in(settings, sent):
-    assert precision.settled(demo(*settings), placed(on_gpu=True)).rollout.publish_dtype == sent
+    assert precision.settled(demo(*settings), placed(on_gpu=True)).publish_dtype == sent
 
 
 def test_a_machine_that_says_nothing_of_its_cpu_counts_as_without(tmp_path):

@@ -81,6 +81,14 @@ def test_a_pattern_of_targets_is_kept(model, tmp_path):
     assert json.loads((folder / "adapter_config.json").read_text())["target_modules"] == r".*\.q_proj"
 
 
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
+    with pytest.raises(Refused, match="no adapter"):
+        complete(tmp_path, BaseModel())
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(Refused, match="no adapter"):
+        complete(tmp_path, BaseModel())
+
+
 def test_without_the_models_shapes_it_is_refused_with_what_to_add(model, tmp_path):
     folder = lora_files.make(model, 1, targets=("q_proj",)).write(tmp_path / "adapter")
     with pytest.raises(Refused) as caught:

@@ -81,19 +81,24 @@ class CanaryCheck:
         log.info("canary %s: %s", path.name, _figures(answers))
         return answers
 
-    async def require_the_same(self, engine: Engine) -> None:
-        """Raise EngineFailed unless an engine that serves nobody yet answers as it did. Without a canary: nothing."""
-        if self._kept is None:
+    async def require_the_same(self, engine: Engine, /, *, alone: bool) -> None:
+        """Raise EngineFailed unless an engine answers as it did. Without a canary: nothing.
+
+        alone: it works on nothing else, so that there is a limit to how long it may take. Otherwise the canary waits
+        its turn among long completions, and whether the engine gets on at all is watched elsewhere.
+        """
+        kept = self._kept
+        if kept is None:
             return
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                found = await self._ask(engine, self._kept.path, self._kept.rows)
+            async with asyncio.timeout(self._timeout_s if alone else None):
+                found = await self._ask(engine, kept.path, kept.rows)
         except TimeoutError:
             raise EngineFailed(f"The engine did not answer for the canary within {self._timeout_s:g} s.") from None
         except Refused as error:
             raise EngineFailed(f"The canary, which was answered before, is refused: {error.what}") from None
-        wrong = difference(self._kept.answers, found)
+        wrong = difference(kept.answers, found)
         self._proved("disagrees" if wrong else "agrees", time.monotonic() - started)
         if wrong:
             log.error("canary: %s (%s)", wrong, _figures(found))

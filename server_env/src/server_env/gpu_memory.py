@@ -26,8 +26,11 @@ def used_bytes() -> int:
 async def used_bytes_below(before: int) -> int:
     """Bytes in use, once they have fallen below `before` and stand still; after SETTLE_S, what they are then.
 
-    A process that unmaps memory may have its answer before the driver has counted it.
+    A process that unmaps memory may have its answer before the driver has counted it. Without a driver there is
+    nothing to wait for.
     """
+    if not before:
+        return before
     deadline, last = time.monotonic() + SETTLE_S, used_bytes()
     while time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)

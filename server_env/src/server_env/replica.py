@@ -21,9 +21,19 @@ T = TypeVar("T")
 Level = Literal["awake", "asleep", "weights"]
 """weights: half awake, which is enough to load adapters. An engine goes round in this order."""
 
+PROOF_TRIES = 3
+
 UNLOAD_TIMEOUT_S = 15.0
 """No request of ours is in flight under an adapter that is unloaded. An engine that waits for one all the same has lost
 count, and SGLang loads nothing meanwhile."""
+
+
+class Prove(Protocol):
+    """See `Group.prove`."""
+
+    def __call__(self, engine: Engine, /, *, alone: bool) -> Awaitable[None]:
+        """Raise EngineFailed unless an engine computes what the others do. alone: it works on nothing else."""
+        ...
 
 
 class Group(Protocol):
@@ -38,8 +48,8 @@ class Group(Protocol):
         """What requests may name: names and folders."""
         ...
 
-    def prove(self, engine: Engine, /) -> Awaitable[None]:
-        """Raise EngineFailed unless an engine that serves nobody yet computes what the others do."""
+    def prove(self, engine: Engine, /, *, alone: bool) -> Awaitable[None]:
+        """Raise EngineFailed unless an engine computes what the others do. alone: it works on nothing else."""
         ...
 
     def changed(self) -> None:
@@ -138,7 +148,7 @@ class Replica:
     async def prove(self) -> None:
         """Have it show that it computes what the others do; one that does not is replaced."""
         with contextlib.suppress(EngineGone):
-            await self._change(self._proven_or_replaced)
+            await self._prove(self._life)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. An engine that cannot is replaced."""
@@ -159,20 +169,20 @@ class Replica:
 
         Raises EngineFailed, EngineGone.
         """
-        await self._group.prove(engine)
+        await self._group.prove(engine, alone=True)
         life = self._life = Life()
         while True:
             live = self._group.live_adapters()
             missing = next((name for name in live if name not in life.adapters), "")
             stale = next((name for name in life.adapters if name not in live), "")
             if (missing or stale) and life.level == "asleep":
-                await self._turn(engine, "weights", self._group.prove)
+                await self._turn(engine, "weights", self._prove_alone)
             elif stale:
                 await self.unload_adapter(stale)
             elif missing:
                 await self._load_again(engine, missing, live[missing])
             elif life.level != self._group.level:
-                await self._turn(engine, self._group.level, self._group.prove)
+                await self._turn(engine, self._group.level, self._prove_alone)
             else:
                 return
 
@@ -220,19 +230,37 @@ class Replica:
         except Refused as error:
             raise EngineFailed(f"Adapter {name}, which served before, does not load: {error.what}") from None
 
+    async def _prove_alone(self, engine: Engine) -> None:
+        await self._group.prove(engine, alone=True)
+
     async def _begin_to_prove(self, _engine: Engine) -> None:
         """Beside what it is asked: the proof of a wake takes longer than the wake."""
-        self._life.proof = proof = asyncio.create_task(self._change(self._proven_or_replaced))
-        proof.add_done_callback(lambda task: task.cancelled() or task.exception())  # There may be nobody who asks.
+        life = self._life
+        life.proof = asyncio.create_task(self._prove(life))
+        life.proof.add_done_callback(lambda task: task.cancelled() or task.exception())  # Perhaps nobody asks.
 
-    async def _proven_or_replaced(self, engine: Engine) -> None:
-        number = self.supervisor.life
-        try:
-            with self._slots.taken(GUEST):
-                await self._group.prove(engine)
-        except EngineFailed as error:
-            await self.supervisor.replace(number, f"an engine does not compute what it should: {error.what}")
-            raise EngineGone(error.what) from error
+    async def _prove(self, life: Life) -> None:
+        """Have a life show that it computes what the others do, or replace it. Raises EngineGone if it is replaced.
+
+        A request of the proof may be lost although the engine is well; then all of it is asked again.
+        """
+        number, tries_left = self.supervisor.life, PROOF_TRIES
+        with self._slots.taken(GUEST):
+            while True:
+                tries_left -= 1
+                try:
+                    return await self._change(lambda engine: self._group.prove(engine, alone=False))
+                except EngineGone as error:
+                    if self._life is not life or not self.serves:
+                        raise
+                    if not tries_left:
+                        why = error
+                        break
+                except Exception as error:  # noqa: BLE001 (whatever it is, the engine has not been proven)
+                    why = error
+                    break
+        await self.supervisor.replace(number, f"an engine has not shown that it computes what it should: {why}")
+        raise EngineGone(str(why)) from why
 
     async def _turn(self, engine: Engine, level: Level, prove: Callable[[Engine], Awaitable[None]]) -> None:
         life = self._life

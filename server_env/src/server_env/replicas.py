@@ -15,7 +15,7 @@ from bridge.errors import BridgeError, EngineFailed
 from server_env.config import ServerConfig
 from server_env.engine import Engine, EngineFacts, EngineGone
 from server_env.engine_process import EngineProcess
-from server_env.replica import Level, Replica
+from server_env.replica import Level, Prove, Replica
 from server_env.supervisor import State
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Replicas:
         self.level: Level = "awake"
         self.waiting = 0
         """Requests for which no engine has room just now."""
-        self.prove: Callable[[Engine], Awaitable[None]] = _nothing_to_prove
+        self.prove: Prove = _nothing_to_prove
         self.live_adapters: Callable[[], Mapping[str, Path]] = dict
         self._observer = observer
         self._change = asyncio.Event()
@@ -228,8 +228,8 @@ class Replicas:
                 raise _lost(next(iter(errors)), f"{what}: {next(iter(errors.values()))}")
 
 
-async def _nothing_to_prove(_engine: Engine) -> None:
-    pass
+async def _nothing_to_prove(_engine: Engine, /, *, alone: bool) -> None:
+    del alone
 
 
 def _lost(replica: Replica, what: str) -> EngineFailed:

@@ -28,7 +28,9 @@ def complete(folder: Path, base: BaseModel) -> None:
                 added = _with_zeros(data, missing) if missing else b""
             finally:
                 data.release()
-    except FileNotFoundError:
+    except Refused:
+        raise
+    except (FileNotFoundError, ValueError):  # An empty file cannot be mapped.
         raise Refused(f"There is no adapter in {folder}.") from None
     if not missing:
         return

@@ -82,7 +82,7 @@ class Asking:
             folder = saved_adapter.missing(self._server, self._config.run_dir, number, may_come=may_come)
             if folder:
                 with self._turns.servers():
-                    saved_adapter.publish(self._server, folder, self._config.rollout)
+                    saved_adapter.publish(self._server, folder, self._config)
             if self._sampler is None:
                 from trainer_env import tokenizing
 

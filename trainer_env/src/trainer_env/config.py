@@ -108,8 +108,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     publish_timeout_s: Positive = 60.0
     """Seconds that the server may take to load one adapter; raise it for high ranks on slow disks."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the adapter's tensors on their way. The engine rounds them to its own dtype: "auto" is that one, "float32" is
-    twice the bytes and the same policy."""
+    """Of the adapter's tensors on their way; see TrainConfig.publish_dtype."""
     on_sync_mismatch: Literal["stop", "warn"] = "stop"
     """When the proof of sync finds that the server does not compute the policy that is trained."""
 
@@ -198,6 +197,20 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     def run_dir(self) -> Path:
         """The folder of the run."""
         return Path(self.output_dir) / self.run
+
+    @property
+    def publish_dtype(self) -> str:
+        """Of the adapter's tensors on their way to the server. "auto": bfloat16 to an engine that computes in it.
+
+        Both engines round an adapter to their own dtype when they load it: float32 would be twice the bytes and the
+        same policy.
+        """
+        if self.rollout.publish_dtype != "auto":
+            return self.rollout.publish_dtype
+        own = self.vllm if self.backend == "vllm" else self.sglang
+        by_hand = any(str(word).startswith(("--dtype", "--lora-dtype")) for word in own.get("extra_args", ()))
+        dtype = own.get("dtype") or self.server.get("dtype") or self.model.dtype
+        return "bfloat16" if dtype == "bfloat16" and not by_hand else "float32"
 
     def max_staleness(self, mode: str) -> int:
         """The bound on staleness, in optimizer steps, in a placement mode.

@@ -208,7 +208,7 @@ def build_trainer(
         config.run_dir,
         on_mismatch=config.rollout.on_sync_mismatch,
         tell=tracker.status if tracker else lambda _: None,
-        publish_dtype=config.rollout.publish_dtype,
+        publish_dtype=config.publish_dtype,
         timeout_s=config.rollout.timeout_s,
     )
     report = StepReport(

@@ -24,7 +24,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     """See `server_settings.what_matters`."""
     free_bytes: dict[str, int] = {}
-    """Of the GPUs that the run was planned on, before it started."""
+    """Of its GPUs, before it started."""
 
     def write(self, run_dir: Path) -> None:
         """Keep it in the run's folder (0600: an engine's variables may hold secrets)."""

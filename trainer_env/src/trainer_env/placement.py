@@ -68,9 +68,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return _environment(self.trainer, self.trainer_threads)
 
     def free_bytes(self) -> dict[str, int]:
-        """What was free on each GPU, by its id, where the driver said."""
-        devices = (*self.server, *self.trainer)
-        return {device.id: device.free_bytes for device in devices if device.free_bytes is not None}
+        """What was free on each of the server's GPUs, by its id, where the driver said."""
+        return {device.id: device.free_bytes for device in self.server if device.free_bytes is not None}
 
     def server_settings(self, user: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What the plan means in the terms of `[server]`. user: what is set there by hand, which wins.

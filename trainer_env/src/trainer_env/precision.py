@@ -1,4 +1,4 @@
-"""The number formats of the base weights and of the adapter on its way, where the config leaves them open."""
+"""The number format that the base weights have in both halves, where the config leaves it to the machine."""
 
 from pathlib import Path
 
@@ -15,25 +15,11 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def settled(config: TrainConfig, placement: Placement) -> TrainConfig:
-    """The config without "auto".
-
-    model.dtype is bfloat16 on a GPU or a CPU that computes in it, else float32. rollout.publish_dtype is bfloat16 where
-    the engine computes in it: both engines would round the adapter so when they load it.
-    """
-    model, rollout = config.model, config.rollout
-    if model.dtype == "auto":
-        bfloat16 = placement.mode != "cpu" or computes_bfloat16()
-        model = msgspec.structs.replace(model, dtype="bfloat16" if bfloat16 else "float32")
-    if rollout.publish_dtype == "auto":
-        dtype = "bfloat16" if _engine_dtype(config, model.dtype) == "bfloat16" else "float32"
-        rollout = msgspec.structs.replace(rollout, publish_dtype=dtype)
-    return msgspec.structs.replace(config, model=model, rollout=rollout)
-
-
-def _engine_dtype(config: TrainConfig, dtype: str) -> str:
-    """What the engine is told to have adapters in: its own table and [server] win over the model's dtype."""
-    own = config.vllm if config.backend == "vllm" else config.sglang
-    return str(own.get("lora_dtype") or own.get("dtype") or config.server.get("dtype") or dtype)
+    """The config with model.dtype = "auto" replaced: bfloat16 on a GPU or a CPU that computes in it, else float32."""
+    if config.model.dtype != "auto":
+        return config
+    dtype = "bfloat16" if placement.mode != "cpu" or computes_bfloat16() else "float32"
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype=dtype))
 
 
 def computes_bfloat16(cpuinfo: Path = CPUINFO) -> bool:

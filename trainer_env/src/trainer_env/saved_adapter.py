@@ -11,7 +11,7 @@ from bridge.digest import digest
 from bridge.errors import ConfigError
 from bridge.protocol import AdapterLoaded, PublishAdapter, Status
 from trainer_env.checkpoints import last_checkpoint, step_of
-from trainer_env.config import RolloutConfig
+from trainer_env.config import TrainConfig
 from trainer_env.evaluation import best_adapter
 from trainer_env.server import Server
 
@@ -44,12 +44,12 @@ def missing(server: Server, run_dir: Path, version: int, *, may_come: bool = Fal
     )
 
 
-def publish(server: Server, folder: Path, rollout: RolloutConfig) -> AdapterLoaded:
+def publish(server: Server, folder: Path, run: TrainConfig) -> AdapterLoaded:
     """Make the server serve a saved adapter under its step. folder: of a checkpoint, or best/.
 
     Raises what the server answers.
     """
-    payload = packed((folder / FILE).read_bytes(), rollout.publish_dtype)
+    payload = packed((folder / FILE).read_bytes(), run.publish_dtype)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if config.get("use_rslora"):  # As training publishes it: a plain scaling, which both engines compute.
         config |= {"use_rslora": False, "lora_alpha": config["lora_alpha"] * math.sqrt(config["r"])}
@@ -58,7 +58,7 @@ def publish(server: Server, folder: Path, rollout: RolloutConfig) -> AdapterLoad
         version=best.version if best else step_of(folder),
         digest=digest(payload),
         adapter_config=config | {"inference_mode": True},
-        deadline_s=rollout.publish_timeout_s,
+        deadline_s=run.rollout.publish_timeout_s,
     )
     return server.ask(request, payload)
 

@@ -242,7 +242,7 @@ class Serving:
 
     def _on_event(self, event: p.Event) -> None:
         """Called on a client's thread, where the answer to a publish waits behind it."""
-        if isinstance(event, p.EngineDied | p.EngineRestarted):
+        if not isinstance(event, p.AdapterLoaded):
             self._process.note_family()
         match event:
             case p.EngineDied():

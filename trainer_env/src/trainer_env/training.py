@@ -137,8 +137,10 @@ class Training:
             if every and step % every == 0 and step < last:
                 self._evaluate(tracker, rollouts, policy, "eval", step)
 
-        rollout = self.config.rollout
-        publisher = Publisher(self.serving.client, timeout_s=rollout.publish_timeout_s, dtype=rollout.publish_dtype)
+        config = self.config
+        publisher = Publisher(
+            self.serving.client, timeout_s=config.rollout.publish_timeout_s, dtype=config.publish_dtype
+        )
         with self._phase(), needing_room(self.config), self._quietly(), self.interrupts.stoppable():
             return grpo.run(
                 policy,

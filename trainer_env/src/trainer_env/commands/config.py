@@ -39,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_output_dir(parser)
     jobs = parser.add_subparsers(required=True, metavar="show|check|diff")
 
     show = jobs.add_parser("show", help="a config with every default, or what one setting means")
@@ -58,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("configs", nargs=2, metavar="CONFIG")
     diff.add_argument("--all", action="store_true", help="the settings that are the same as well")
     diff.set_defaults(work=_diff)
+    for job in (show, checked, diff):
+        add_output_dir(job)
     return parser
 
 
