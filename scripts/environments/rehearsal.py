@@ -28,13 +28,17 @@ class Failed(Exception):
 
 
 def rehearse(venvs: Path, config: Path) -> int:
-    """Print the numbered steps; 0 when all are reached, else 2, and then the run's folder is kept for its logs."""
+    """Print the numbered steps; 0 when all are reached, else 2, and then the run's folder is kept if it has logs."""
     folder = Path(tempfile.mkdtemp(prefix="tandem-smoke-"))
     rehearsal = Rehearsal(venvs.absolute(), config.absolute(), folder)
     try:
         rehearsal.run()
     except Failed as failure:
-        print(f"FAILED ({failure})\n   logs: {folder}")
+        print(f"FAILED ({failure})")
+        if any(folder.iterdir()):
+            print(f"   logs: {folder}")
+        else:
+            folder.rmdir()
         return 2
     finally:
         rehearsal.end()

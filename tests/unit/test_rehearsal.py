@@ -1,6 +1,7 @@
 """The doctor's training from end to end, with stand-ins that do as the real commands do, up to a point."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ if {{reached}} < 4:
 TIDY = '(folder / "connection.json").unlink()'
 
 
+@pytest.fixture(autouse=True)
+def kept(tmp_path, monkeypatch):
+    """Where the folders of rehearsals that fail stay."""
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
 @pytest.fixture
 def venvs(tmp_path):
     for name in ("trainer", "server-vllm"):
@@ -54,9 +64,10 @@ def lines(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
 
 
-def test_every_step_is_a_numbered_line(venvs, capsys):
+def test_every_step_is_a_numbered_line(venvs, capsys, kept):
     training(venvs)
     assert rehearse(venvs, Path("smoke.toml")) == 0
+    assert list(kept.iterdir()) == []
     said = lines(capsys)
     assert len(said) == len(STEPS)
     for number, (line, what) in enumerate(zip(said, STEPS, strict=True), start=1):
@@ -80,9 +91,20 @@ def test_an_import_that_fails_is_told(venvs, capsys):
     assert lines(capsys)[-1].endswith("FAILED (ImportError: no zmq)")
 
 
-def test_a_missing_environment_is_told(venvs, capsys):
+def test_a_missing_environment_is_told_and_no_empty_folder_is_called_a_log(venvs, capsys, kept):
     assert rehearse(venvs / "nowhere", Path("smoke.toml")) == 2
-    assert "No such file" in lines(capsys)[-1]
+    said = capsys.readouterr().out
+    assert "No such file" in said
+    assert "logs" not in said
+    assert list(kept.iterdir()) == []
+
+
+def test_what_a_failed_rehearsal_wrote_is_kept_and_named(venvs, capsys, kept):
+    training(venvs, reached=1)
+    assert rehearse(venvs, Path("smoke.toml")) == 2
+    (folder,) = kept.iterdir()
+    assert f"logs: {folder}" in capsys.readouterr().out
+    assert (folder / "run" / "smoke" / "connection.json").exists()
 
 
 def test_a_configuration_that_is_refused_is_told(venvs, capsys):
