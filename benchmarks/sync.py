@@ -102,7 +102,6 @@ class Sync:
         times["first"] = clock.lap()
         if answer.version != self._version or loaded.alias_of >= 0:
             raise RuntimeError(f"version {self._version} was published, version {answer.version} answers: {loaded}")
-        clock.lap()
         self._token(self._another)
         beside = {"again": clock.lap(), "digest": _digest(packed), "proof": self._proof(), "ping": self._ping()}
         return {**times, "total": sum(times.values()), **beside}
@@ -203,8 +202,8 @@ def table(found: list[dict[str, Any]]) -> Table:
     for name in ("Tandem", "worst", "floor", "worst", "factor"):
         drawn.add_column(name, justify="right")
     for one in found:
+        about = (f"rank {one['rank']}", f"{one['megabytes']:.3g} MB fp32", f"{one['sent_megabytes']:.3g} MB sent")
         for row, part in enumerate((*PARTS, *TITLES)):
-            about = (f"rank {one['rank']}", f"{one['megabytes']:.3g} MB fp32", f"{one['sent_megabytes']:.3g} MB sent")
             first = about[row] if row < len(about) else ""
             ours, floor = one["ms"][part], one["floor_ms"].get(part)
             cells = [f"{value:.1f}" for each in (ours, floor) if each for value in (each["median"], each["worst"])]

@@ -77,7 +77,7 @@ class CanaryCheck:
             last, self._kept = self._kept, Kept(path, rows, answers)
             await replicas.prove_all(but=asked)
         if last:
-            self._adapters.spool.delete(last.path)
+            await asyncio.to_thread(self._adapters.spool.delete, last.path)
         log.info("canary %s: %s", path.name, _figures(answers))
         return answers
 

@@ -29,7 +29,7 @@ count, and SGLang loads nothing meanwhile."""
 
 
 class Prove(Protocol):
-    """See `Group.prove`."""
+    """How an engine shows what it computes."""
 
     def __call__(self, engine: Engine, /, *, alone: bool) -> Awaitable[None]:
         """Raise EngineFailed unless an engine computes what the others do. alone: it works on nothing else."""
@@ -48,8 +48,9 @@ class Group(Protocol):
         """What requests may name: names and folders."""
         ...
 
-    def prove(self, engine: Engine, /, *, alone: bool) -> Awaitable[None]:
-        """Raise EngineFailed unless an engine computes what the others do. alone: it works on nothing else."""
+    @property
+    def prove(self) -> Prove:
+        """The proof that an engine is like the others."""
         ...
 
     def changed(self) -> None:
@@ -244,23 +245,18 @@ class Replica:
 
         A request of the proof may be lost although the engine is well; then all of it is asked again.
         """
-        number, tries_left = self.supervisor.life, PROOF_TRIES
-        with self._slots.taken(GUEST):
-            while True:
-                tries_left -= 1
-                try:
-                    return await self._change(lambda engine: self._group.prove(engine, alone=False))
-                except EngineGone as error:
-                    if self._life is not life or not self.serves:
-                        raise
-                    if not tries_left:
-                        why = error
-                        break
-                except Exception as error:  # noqa: BLE001 (whatever it is, the engine has not been proven)
-                    why = error
-                    break
-        await self.supervisor.replace(number, f"an engine has not shown that it computes what it should: {why}")
-        raise EngineGone(str(why)) from why
+        number = self.supervisor.life
+        try:
+            with self._slots.taken(GUEST):
+                for tries_left in reversed(range(PROOF_TRIES)):
+                    try:
+                        return await self._change(lambda engine: self._group.prove(engine, alone=False))
+                    except EngineGone:
+                        if not tries_left or self._life is not life or not self.serves:
+                            raise
+        except Exception as why:  # Whatever it is, the engine has not been proven.
+            await self.supervisor.replace(number, f"an engine has not shown that it computes what it should: {why}")
+            raise EngineGone(str(why)) from why
 
     async def _turn(self, engine: Engine, level: Level, prove: Callable[[Engine], Awaitable[None]]) -> None:
         life = self._life

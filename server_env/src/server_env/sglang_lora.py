@@ -20,26 +20,24 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 def complete(folder: Path, base: BaseModel) -> None:
     """Add to a PEFT folder what its stacks lack. Raises Refused when the base model's shapes are not known. Blocks."""
-    try:
-        with (folder / WEIGHTS).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            data = memoryview(mapped)  # Most adapters are whole, and then only their header is read.
-            try:
-                missing = _missing(read_header(data), base)
-                added = _with_zeros(data, missing) if missing else b""
-            finally:
-                data.release()
-    except Refused:
-        raise
-    except (FileNotFoundError, ValueError):  # An empty file cannot be mapped.
-        raise Refused(f"There is no adapter in {folder}.") from None
-    if not missing:
-        return
+    path = folder / WEIGHTS
+    if not path.is_file() or not path.stat().st_size:  # An empty file cannot be mapped.
+        raise Refused(f"There is no adapter in {folder}.")
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,  # Of most adapters only the header is read.
+        memoryview(mapped) as data,
+    ):
+        missing = _missing(read_header(data), base)
+        if not missing:
+            return
+        completed = _with_zeros(data, missing)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if not isinstance(config.get("target_modules"), str):  # A pattern may match anything already.
         targets = {*config["target_modules"], *(name.split(".")[-3] for name in missing)}
         config["target_modules"] = sorted(targets)
     _replace(folder / CONFIG, json.dumps(config, indent=1).encode())
-    _replace(folder / WEIGHTS, added)
+    _replace(path, completed)
 
 
 def _missing(tensors: dict[str, Tensor], base: BaseModel) -> dict[str, Tensor]:

@@ -66,7 +66,8 @@ def import_unsloth() -> Any:
         # core from the one waited for: steps became five to ten times slower.
         "OMP_WAIT_POLICY": "passive",
         # Rows laid end to end are one kernel's work where there is such a kernel. Elsewhere Unsloth attends to them in
-        # a loop over their lengths, in each layer, which took most of a training step; padded they are one call.
+        # a loop over their lengths, in each layer: two fifths of a small step (docs/benchmarks.md). Padded they are one
+        # call.
         "UNSLOTH_GRPO_SEQ_PACKING": str(int(attends_to_packed_rows())),
     }.items():
         os.environ.setdefault(name, value)

@@ -65,18 +65,14 @@ class ServerProcess:
     """
 
     def __init__(
-        self,
-        backend: str,
-        run_dir: Path,
-        environment: Mapping[str, str],
-        free_bytes: Mapping[str, int] | None = None,
+        self, backend: str, run_dir: Path, environment: Mapping[str, str], free_bytes: Mapping[str, int]
     ) -> None:
         self.run_dir = run_dir
         self.log_path = run_dir / "server.log"
         self._program = environment_folder(backend) / "bin" / "tandem-server"
         self._backend = backend
         self._environment = environment
-        self._free_bytes = free_bytes or {}
+        self._free_bytes = free_bytes
         self.differences: list[str] = []
         """Why the server that was left could not be taken over: settings, by their dotted keys."""
         self._child: subprocess.Popen[bytes] | Adopted | None = None
