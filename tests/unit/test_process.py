@@ -270,6 +270,21 @@ async def test_a_start_that_is_cancelled_leaves_nobody(family):
     assert not guard.descendants(os.getpid())
 
 
+async def test_a_start_that_is_cancelled_just_as_it_succeeds_is_cancelled(family, monkeypatch):
+    take_in = GuardedProcess._take_in
+
+    def take_in_and_cancel(self: GuardedProcess, words: list[str]) -> None:
+        take_in(self, words)
+        if words[0] == "STARTED":
+            start.cancel()
+
+    monkeypatch.setattr(GuardedProcess, "_take_in", take_in_and_cancel)
+    start = asyncio.create_task(GuardedProcess.start(family.argv(), env={}, log_path=family.log))
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert not guard.descendants(os.getpid())
+
+
 async def test_a_guard_that_does_not_answer_is_an_engine_failure(family, monkeypatch):
     monkeypatch.setattr(process_module, "START_S", 0.0)
     with pytest.raises(EngineFailed, match="did not answer"):

@@ -120,7 +120,8 @@ async def test_it_is_asked_at_once_and_answers_when_it_is_proven(woken):
 async def test_a_request_that_is_given_up_does_not_end_the_proof(woken):
     replica, group, _ = await woken()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(replica.ask(answered, "", 1), 0.02)
+        async with asyncio.timeout(0.02):
+            await replica.ask(answered, "", 1)
     group.may_go_on.set()
     assert await replica.ask(answered, "", 1) == "answer"
     assert len(group.proofs) == 2

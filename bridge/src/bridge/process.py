@@ -49,7 +49,8 @@ class GuardedProcess:
         """
         self = cls(*_start_guard(argv, dict(env), log_path, cwd), log_path)
         try:
-            await asyncio.wait_for(asyncio.shield(self._started), START_S)
+            async with asyncio.timeout(START_S):
+                await asyncio.shield(self._started)
         except TimeoutError:
             await self.stop(0)
             raise EngineFailed(
@@ -73,7 +74,8 @@ class GuardedProcess:
         with contextlib.suppress(OSError):  # The guard is gone already.
             self._line.send(f"STOP {term_s} {kill_s}\n".encode())
         try:
-            await asyncio.wait_for(asyncio.shield(self._listener), term_s + kill_s + SLACK_S)
+            async with asyncio.timeout(term_s + kill_s + SLACK_S):
+                await asyncio.shield(self._listener)
         except TimeoutError:
             self._end_without_the_guard()
             await asyncio.shield(self._listener)

@@ -17,6 +17,10 @@ from bridge.errors import ConfigError
 
 ZAP_DOMAIN = "tandem"
 
+HANDSHAKE_MS = 5000
+"""A handshake that is not over by then is begun anew, where zmq waits 30 s. A handler that is stopped while it is being
+asked leaves one without an answer."""
+
 
 class KeyPair(NamedTuple):
     """A CURVE key pair, z85 text."""
@@ -109,6 +113,7 @@ def authenticate(socket: zmq.asyncio.Socket, address: str, server_key: str, own:
 
 
 def _use(socket: zmq.asyncio.Socket, own: KeyPair) -> None:
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     try:
         socket.curve_publickey = own.public.encode()
         socket.curve_secretkey = own.secret.encode()

@@ -164,7 +164,8 @@ class Supervisor:
 
     async def _end_unless_well(self, life: int) -> None:
         try:
-            await asyncio.wait_for(self._process.wait(), LAST_BREATH_S)
+            async with asyncio.timeout(LAST_BREATH_S):
+                await self._process.wait()
         except TimeoutError:
             if await self._is_well() or self._over(life):
                 return
@@ -182,7 +183,8 @@ class Supervisor:
 
     async def _is_well(self) -> bool:
         try:
-            await asyncio.wait_for(self.engine.probe(), HEALTH_S)
+            async with asyncio.timeout(HEALTH_S):
+                await self.engine.probe()
         except (EngineGone, EngineFailed, TimeoutError):
             return False
         return True
@@ -245,7 +247,8 @@ class Supervisor:
         if not self._open:
             return None
         try:
-            return await asyncio.wait_for(self.engine.progress(), HEALTH_S)
+            async with asyncio.timeout(HEALTH_S):
+                return await self.engine.progress()
         except (EngineGone, BridgeError, TimeoutError):
             return None
 
