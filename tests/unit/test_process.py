@@ -18,7 +18,7 @@ from bridge.errors import EngineFailed
 from bridge.process import GuardedProcess, end_group, family_of, log_tail, stop_child, wait_until_gone
 
 FAMILY = """
-import os, signal, sys
+import os, signal, sys, time
 
 out, *flags = sys.argv[1:]
 
@@ -51,7 +51,7 @@ if "exits" in flags:
     os._exit(3)
 note("command")
 while True:
-    signal.pause()
+    time.sleep(0.01)  # A signal that comes just before pause() would be seen after it only.
 """
 
 KINDS = ["group", "session", "daemon", "orphan"]
