@@ -24,7 +24,7 @@ import direct
 import policy
 from bridge import protocol as p
 from rig import DEADLINE_S, Report, Rig, numbers, parser, rig, say
-from trainer_env.publisher import Publisher
+from trainer_env.publishing.publisher import Publisher
 
 VERSION = 1
 WARM_UP_TOKENS = 8

@@ -33,7 +33,7 @@ def where(options: list[str]) -> dict[str, str]:
 
 def main() -> None:
     """Does not return."""
-    from server_env import sglang, vllm
+    from server_env.engines import sglang, vllm
 
     backend, *options = sys.argv[1:]
     write_private(Path(os.environ[VARIABLE]), json.dumps(where(options)).encode())

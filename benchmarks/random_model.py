@@ -31,7 +31,7 @@ CONTEXT = 32_768
 def tokenizer(folder: Path | None) -> Any:
     """The default job's, or the one in a folder."""
     if folder is None:
-        from trainer_env import conversion
+        from trainer_env.models import conversion
 
         return conversion.tokenizer()
     from transformers import AutoTokenizer

@@ -23,11 +23,11 @@ import listening
 from bridge.endpoint import private_dir
 from trainer_env import config, models
 from trainer_env.devices import detect
-from trainer_env.lasting_client import LastingClient
+from trainer_env.models.precision import settled
 from trainer_env.placement import Placement, plan
-from trainer_env.precision import settled
-from trainer_env.server_process import environment_folder, versions
 from trainer_env.serving import Serving
+from trainer_env.serving.lasting_client import LastingClient
+from trainer_env.serving.server_process import environment_folder, versions
 
 ROOT = Path(__file__).parents[1]
 TINY = "builtin:tiny-random-llama"

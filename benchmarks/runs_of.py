@@ -1,6 +1,6 @@
 """Run a trainer as a process, watch it, and say what its steps, its start and its memory came to.
 
-Tandem and its peers alike write a line a step into a metrics.jsonl, with the names of trainer_env/records.py.
+Tandem and its peers alike write a line a step into a metrics.jsonl, with the names of trainer_env/runs/records.py.
 """
 
 import contextlib

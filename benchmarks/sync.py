@@ -35,8 +35,8 @@ import policy
 from bridge import protocol as p
 from bridge.digest import digest
 from rig import DEADLINE_S, Report, Rig, numbers, parser, rig, say, summary
-from trainer_env.packing import Packed, Packer
-from trainer_env.probe import ROW_TOKENS, ROWS
+from trainer_env.proof.probe import ROW_TOKENS, ROWS
+from trainer_env.publishing.packing import Packed, Packer
 
 CONTEXT = 512
 PROMPT_TOKENS = 32

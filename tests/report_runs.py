@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from trainer_env import config
 from trainer_env.config import to_toml
-from trainer_env.environment_record import write_environment
 from trainer_env.placement import Placement
-from trainer_env.records import Phase, Sample, StepMetrics
-from trainer_env.tracking import Tracker
+from trainer_env.runs.environment_record import write_environment
+from trainer_env.runs.records import Phase, Sample, StepMetrics
+from trainer_env.runs.tracking import Tracker
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.toml"
 PLACEMENT = Placement(mode="cpu", cores=2)

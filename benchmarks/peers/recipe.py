@@ -31,7 +31,7 @@ def rows(job: dict[str, Any]) -> Any:
 
 
 def trl_arguments(job: dict[str, Any]) -> dict[str, Any]:
-    """Of GRPOConfig: what Tandem sets for the same job (trainer_env/trl_settings.py), where it changes the work."""
+    """Of GRPOConfig: what Tandem sets for the same job (training/trl_settings.py), where it changes the work."""
     return {
         "output_dir": "checkpoints",
         "seed": job["seed"],

@@ -11,7 +11,7 @@ VENVS = ROOT / ".venvs"
 PLATFORM = "x86_64-manylinux_2_34"
 
 # What SGLang lacks on a machine without a GPU. The folder goes on its path for CPU runs only.
-SGLANG_CPU_PATH = Path("server_env/src/server_env/sglang_cpu")
+SGLANG_CPU_PATH = Path("server_env/src/server_env/engines/sglang_cpu")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def gate(folder: Path, at: int) -> str:
 @scenario
 def interrupted_preparing(lab):
     run = lab.fake("model.name=builtin:tiny-random-llama", cache=True)
-    run.until(lambda: any("trainer_env.conversion" in words for words in run.living().values()), "it converts")
+    run.until(lambda: any("trainer_env.models.conversion" in words for words in run.living().values()), "it converts")
     run.interrupt()
     return run.finish()
 

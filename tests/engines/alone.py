@@ -6,9 +6,9 @@ import uuid
 from pathlib import Path
 
 from server_env.config import from_dict
-from server_env.engine_process import EngineProcess
-from server_env.engines import make_engine
-from server_env.scratch import Scratch
+from server_env.engines.backends import make_engine
+from server_env.supervision.engine_process import EngineProcess
+from server_env.supervision.scratch import Scratch
 
 START_S = 600
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}

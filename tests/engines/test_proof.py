@@ -17,7 +17,7 @@ import pytest_asyncio
 import lora_files
 from bridge import protocol as p
 from served import generate, score, served
-from server_env.peft_adapter import read_header
+from server_env.adapters.peft_adapter import read_header
 from trainer_env import proof
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800), pytest.mark.slow]

@@ -17,8 +17,8 @@ from bridge.errors import Refused
 from bridge.protocol import Sampling, unpack_ids, unpack_logprobs
 from engines.alone import MODULES, engine_of, running
 from served import FAKE
-from server_env.canary import over_a_cached_prefix
-from server_env.engine import EngineGone
+from server_env.adapters.canary import over_a_cached_prefix
+from server_env.engines.engine import EngineGone
 from trainer_env import proof
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from server_env.environment import cleaned
-from server_env.sglang import CPU_STAND_INS
+from server_env.engines.sglang import CPU_STAND_INS
+from server_env.supervision.environment import cleaned
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 

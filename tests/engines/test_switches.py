@@ -10,13 +10,13 @@ import pytest
 
 from served import tiny_model
 from server_env.config import from_dict
-from server_env.engines import NOWHERE, make_engine
-from server_env.environment import cleaned
-from server_env.options import EngineOptions
-from server_env.sglang import CPU_STAND_INS, SGLangConfig
-from server_env.sglang import arguments as sglang_arguments
-from server_env.vllm import VLLMConfig
-from server_env.vllm import arguments as vllm_arguments
+from server_env.engines.backends import NOWHERE, make_engine
+from server_env.engines.options import EngineOptions
+from server_env.engines.sglang import CPU_STAND_INS, SGLangConfig
+from server_env.engines.sglang import arguments as sglang_arguments
+from server_env.engines.vllm import VLLMConfig
+from server_env.engines.vllm import arguments as vllm_arguments
+from server_env.supervision.environment import cleaned
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from served import ROOT, VENVS, environment_python
-from server_env.gpu_memory import used_bytes
+from server_env.gpus.gpu_memory import used_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

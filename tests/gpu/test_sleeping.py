@@ -9,7 +9,7 @@ import pytest_asyncio
 import lora_files
 from bridge import protocol as p
 from served import environment_python, generate, score, served
-from server_env.gpu_memory import used_bytes
+from server_env.gpus.gpu_memory import used_bytes
 
 pytestmark = [
     pytest.mark.gpu,

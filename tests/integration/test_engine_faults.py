@@ -13,7 +13,7 @@ from bridge import protocol as p
 from bridge.errors import EngineFailed, Failure, PeerDied, Refused, StaleVersion
 from bridge.guard import processes
 from served import generate, publish, score, served, until
-from server_env import sglang_http, vllm_http
+from server_env.engines import sglang_http, vllm_http
 
 pytestmark = pytest.mark.usefixtures("backend")
 

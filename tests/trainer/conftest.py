@@ -9,7 +9,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from trainer_env import grpo, models
+from trainer_env import models
+from trainer_env.training import grpo
 
 with warnings.catch_warnings():
     # Before transformers, peft and trl, as in a run. What importing it warns of is not ours to mend.

@@ -59,7 +59,7 @@ def arrange(point: str, step: int, server_class: Any) -> None:
     from transformers import Trainer, TrainerState
 
     from bridge.protocol import PublishAdapter
-    from trainer_env.jsonl import JsonLines
+    from trainer_env.runs.jsonl import JsonLines
 
     def half_a_line(file: Any, record: Any) -> None:
         os.write(file._file, json.dumps({"step": record.step, "version": record.version})[:9].encode())
@@ -105,8 +105,8 @@ def live(folder: Path, run: str, number: int, point: str, step: int) -> None:
     from trainer import running
     from trainer.hf_server import HFServer
     from trainer_env import models
-    from trainer_env.checkpoints import last_checkpoint
     from trainer_env.rewards import Reward
+    from trainer_env.runs.checkpoints import last_checkpoint
 
     class Server(HFServer):
         def _publish(self, request: Any, payload: bytes) -> Any:
@@ -141,7 +141,7 @@ def live(folder: Path, run: str, number: int, point: str, step: int) -> None:
 def main(folder: Path) -> None:
     """Live all lives; each must end as it was meant to."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    from trainer_env import grpo
+    from trainer_env.training import grpo
 
     grpo.import_unsloth()
     import trl  # noqa: F401 (once for all)

@@ -15,7 +15,7 @@ WARN = ('rollout.on_sync_mismatch="warn"',)
 def main(folder: Path) -> dict[str, Any]:
     """Three runs of two steps, on prompts of unequal length, so that rows are padded."""
     os.environ |= {"UNSLOTH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    from trainer_env import grpo
+    from trainer_env.training import grpo
 
     grpo.import_unsloth()
     import trl

@@ -7,17 +7,18 @@ from typing import Any
 
 from trainer.hf_server import HFServer
 from trainer_env import config as configs
-from trainer_env import grpo, models
-from trainer_env.checkpoints import last_checkpoint, step_of
+from trainer_env import models
 from trainer_env.data import Example
+from trainer_env.data.ordering import Schedule
 from trainer_env.evaluation.run_evaluation import evaluate_run
-from trainer_env.ordering import Schedule
-from trainer_env.publisher import Publisher
+from trainer_env.publishing.publisher import Publisher
 from trainer_env.rewards import Reward
-from trainer_env.rollouts import Rollouts
-from trainer_env.sampler import Sampler
-from trainer_env.tracking import Tracker
-from trainer_env.turns import Turns
+from trainer_env.runs.checkpoints import last_checkpoint, step_of
+from trainer_env.runs.tracking import Tracker
+from trainer_env.sampling.rollouts import Rollouts
+from trainer_env.sampling.sampler import Sampler
+from trainer_env.serving.turns import Turns
+from trainer_env.training import grpo
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.toml"
 TINY = "builtin:tiny-random-llama?scale=8"

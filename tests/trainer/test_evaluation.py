@@ -13,12 +13,12 @@ from bridge.protocol import Generate
 from trainer.hf_server import HFServer
 from trainer.running import EXAMPLES
 from trainer_env import ranks
-from trainer_env.agreement import Agreement
-from trainer_env.checkpoints import last_checkpoint
 from trainer_env.evaluation import best_adapter
-from trainer_env.records import Best
+from trainer_env.proof.agreement import Agreement
 from trainer_env.rewards import Reward
-from trainer_env.step_report import Enough, StepReport
+from trainer_env.runs.checkpoints import last_checkpoint
+from trainer_env.runs.records import Best
+from trainer_env.training.step_report import Enough, StepReport
 
 EVERY_STEP = ("evaluation.every=1", "grpo.max_steps=6", "evaluation.temperature=1.0", "evaluation.num_generations=2")
 PATIENT = (*EVERY_STEP, "evaluation.early_stopping_patience=2")

@@ -146,7 +146,7 @@ def test_a_merge_that_dies_says_so_and_leaves_nothing(a_run, tmp_path, monkeypat
     # The parent's own environment breaks the child: transformers is not the one that it expects.
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "peft.py").write_text("raise MemoryError('no more')\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{Path(config.__file__).parents[1]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{Path(config.__file__).parents[2]}")
     with pytest.raises(BridgeError, match="failed with exit status 1") as failed:
         export(run, tmp_path / "out", what="merged")
     assert "no more" in failed.value.log_tail

@@ -14,12 +14,12 @@ from bridge.errors import ConfigError
 from bridge.protocol import unpack_ids, unpack_logprobs
 from trainer.hf_server import HFServer
 from trainer.running import LOW_TOKENS
-from trainer_env import grpo
-from trainer_env.checkpoints import last_checkpoint
 from trainer_env.data import Example
-from trainer_env.prover import SyncWarning
+from trainer_env.proof.prover import SyncWarning
 from trainer_env.rewards import Reward
 from trainer_env.rewards.reward_errors import RewardError
+from trainer_env.runs.checkpoints import last_checkpoint
+from trainer_env.training import grpo
 
 WARN = 'rollout.on_sync_mismatch="warn"'
 

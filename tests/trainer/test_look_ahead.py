@@ -13,9 +13,9 @@ from bridge.protocol import Completion, Generate, Generated, Limits, pack_ids, p
 from trainer.hf_server import HFServer
 from trainer.running import EXAMPLES
 from trainer_env.data import Example
-from trainer_env.ordering import Schedule
-from trainer_env.rollouts import Rollouts
-from trainer_env.sampler import Sampler
+from trainer_env.data.ordering import Schedule
+from trainer_env.sampling.rollouts import Rollouts
+from trainer_env.sampling.sampler import Sampler
 
 EOS = 2
 TEXTS = [f"number {index}" for index in range(7)]

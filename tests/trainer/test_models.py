@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.errors import ConfigError
-from trainer_env import conversion, models
+from trainer_env import models
+from trainer_env.models import conversion
 
 RESOLVE = "import sys; from trainer_env import models; print(models.resolve(sys.argv[1]))"
 

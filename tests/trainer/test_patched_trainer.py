@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_env import grpo
+from trainer_env.training import grpo
 
 
 @pytest.mark.parametrize("packed", ["0", "1"])

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from bridge.errors import SyncMismatch
 from trainer.hf_server import HFServer
-from trainer_env import probe, proof
-from trainer_env.agreement import Figures
-from trainer_env.canary import CanaryWeights, borrowed
-from trainer_env.prover import Prover, SyncWarning
+from trainer_env import proof
+from trainer_env.proof import probe
+from trainer_env.proof.agreement import Figures
+from trainer_env.proof.canary import CanaryWeights, borrowed
+from trainer_env.proof.prover import Prover, SyncWarning
 
 WARN = 'rollout.on_sync_mismatch="warn"'
 CONSTANT = ("grpo.learning_rate=1e-3", 'grpo.lr_scheduler_type="constant"')
@@ -188,7 +189,7 @@ def test_an_engine_that_forgets_adapters_is_caught_by_the_shift(train, tiny):
 
 
 def test_the_same_weights_twice_are_caught_when_they_should_have_moved(train, tiny, monkeypatch):
-    from trainer_env.packing import Packer
+    from trainer_env.publishing.packing import Packer
 
     packed = []
 

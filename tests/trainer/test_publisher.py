@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from bridge.errors import Refused, StaleVersion, SyncMismatch
 from bridge.protocol import AdapterLoaded
-from trainer_env.checkpoints import save_adapter
-from trainer_env.packing import Packer, pack
-from trainer_env.publisher import Publisher
+from trainer_env.publishing.packing import Packer, pack
+from trainer_env.publishing.publisher import Publisher
+from trainer_env.runs.checkpoints import save_adapter
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 IDS = torch.arange(3, 23).unsqueeze(0)

@@ -9,7 +9,7 @@ from transformers.integrations import TensorBoardCallback
 
 from bridge.errors import ConfigError
 from trainer_env.display import Silent
-from trainer_env.records import Sample
+from trainer_env.runs.records import Sample
 
 BOARD = 'tracking.report_to=["tensorboard"]'
 
@@ -29,7 +29,7 @@ def answered(phase, step, reward):
 def evaluating(monkeypatch):
     """Runs evaluate before, in between and after, as a session does; what they show."""
     from trainer import running
-    from trainer_env.tracking import Tracker
+    from trainer_env.runs.tracking import Tracker
 
     display = Noted()
 

@@ -8,11 +8,11 @@ from transformers import AutoTokenizer
 
 from bridge.errors import BridgeError, Busy, ConfigError, EngineFailed, StaleVersion, SyncMismatch, Timeout
 from bridge.protocol import Completion, Generated, Limits, pack_ids, pack_logprobs, unpack_ids
-from trainer_env import sampler as module
 from trainer_env.data import Example
-from trainer_env.ordering import Schedule
-from trainer_env.rollouts import Rollouts
-from trainer_env.sampler import Sampler
+from trainer_env.data.ordering import Schedule
+from trainer_env.sampling import sampler as module
+from trainer_env.sampling.rollouts import Rollouts
+from trainer_env.sampling.sampler import Sampler
 
 EOS = 2
 

@@ -5,9 +5,10 @@ import torch
 from safetensors.torch import load
 
 from bridge.digest import digest
-from trainer_env import grpo, saved_adapter
-from trainer_env.checkpoints import save_adapter
-from trainer_env.packing import pack
+from trainer_env.publishing import saved_adapter
+from trainer_env.publishing.packing import pack
+from trainer_env.runs.checkpoints import save_adapter
+from trainer_env.training import grpo
 
 
 @pytest.fixture

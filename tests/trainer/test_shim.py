@@ -11,9 +11,9 @@ from trl import GRPOTrainer
 
 from bridge.errors import SyncMismatch
 from trainer.hf_server import HFServer
-from trainer_env import trl_shim
-from trainer_env.agreement import Agreement
-from trainer_env.step_report import StepReport
+from trainer_env.proof.agreement import Agreement
+from trainer_env.training import trl_shim
+from trainer_env.training.step_report import StepReport
 
 
 def shifted(ids, logprobs, reason):
@@ -56,7 +56,7 @@ def test_a_step_without_a_rollout_is_an_error():
 
 
 def test_trl_ignores_sampling_logprobs_without_the_shim(train, tiny, monkeypatch):
-    """When this fails, TRL uses the logprobs of a rollout_func by itself: remove trainer_env/trl_shim.py's switches."""
+    """When this fails, TRL uses a rollout_func's logprobs by itself: remove the switches of training/trl_shim.py."""
 
     class Plain(GRPOTrainer):
         untempered_logprobs = trl_shim._UsesSamplingLogprobs.untempered_logprobs

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from bridge.errors import ConfigError
-from trainer_env.agreement import Agreement
-from trainer_env.checkpoints import NEEDED, last_checkpoint, step_of
-from trainer_env.ordering import order
-from trainer_env.trl_settings import trl_settings
-from trainer_env.trl_shim import unpacked
+from trainer_env.data.ordering import order
+from trainer_env.proof.agreement import Agreement
+from trainer_env.runs.checkpoints import NEEDED, last_checkpoint, step_of
+from trainer_env.training.trl_settings import trl_settings
+from trainer_env.training.trl_shim import unpacked
 
 
 def test_each_pass_has_every_example_once_in_an_order_of_its_own():

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from bridge.errors import ConfigError
-from trainer_env import tokenizing
+from trainer_env.models import tokenizing
 
 TEXTS = [
     "What is 2+3?",
@@ -87,7 +87,7 @@ def test_a_template_reaches_nothing_of_this_process(tiny, tmp_path):
 def test_it_imports_neither_torch_nor_transformers(tiny):
     script = f"""
 import sys
-from trainer_env import tokenizing
+from trainer_env.models import tokenizing
 tokenizing.load({tiny!r}).apply_chat_template([{USER!r}], add_generation_prompt=True)
 print(sorted({{"torch", "transformers", "unsloth"}} & set(sys.modules)))
 """

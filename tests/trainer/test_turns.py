@@ -8,7 +8,7 @@ import pytest
 from bridge.errors import Refused
 from bridge.protocol import PublishAdapter, Sleep, Slept, Wake
 from trainer.hf_server import HFServer
-from trainer_env.turns import Turned, Turns
+from trainer_env.serving.turns import Turned, Turns
 
 
 class SleepsInTurns(HFServer):

@@ -18,7 +18,7 @@ HEAVY = {"torch", "transformers", "peft", "unsloth", "trl", "vllm", "sglang", "n
 STANDARD = set(sys.stdlib_module_names)
 RUN_INSIDE = {"scripts/environments/probe_extensions.py"}
 """Scripts that an environment's own interpreter runs, to see what it holds."""
-ENGINE_CHILD = "server_env/src/server_env/sglang_cpu/"
+ENGINE_CHILD = "server_env/src/server_env/engines/sglang_cpu/"
 """Runs in the engine's processes only, and is no package: no module of ours can import it."""
 
 
@@ -87,7 +87,7 @@ def test_the_halves_never_import_each_other(half):
 
 def test_only_grpo_imports_unsloth_and_trl():
     bad = offences("trainer_env/src", forbidden=TRAINING)
-    assert set(bad) <= {"trainer_env/src/trainer_env/grpo.py"}
+    assert set(bad) <= {"trainer_env/src/trainer_env/training/grpo.py"}
 
 
 @pytest.mark.parametrize("folder", ["bridge/src", "server_env/src", "scripts"])

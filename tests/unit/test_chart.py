@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from trainer_env.chart import HEIGHT, WIDTH, Curve, chart
+from trainer_env.display.chart import HEIGHT, WIDTH, Curve, chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from bridge.errors import ConfigError
-from trainer_env.completing import as_prompts, is_single, number_of
 from trainer_env.config import DataConfig
+from trainer_env.session.completing import as_prompts, is_single, number_of
 
 USER = {"role": "user", "content": "What?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from bridge.errors import ConfigError
 from trainer_env import config
 from trainer_env.config import TrainConfig
-from trainer_env.config_checks import require_whole_groups
-from trainer_env.toml_writer import write_toml
+from trainer_env.config.rules import require_whole_groups
+from trainer_env.config.toml_writer import write_toml
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEMO = CONFIGS / "demo.toml"

@@ -7,11 +7,13 @@ import pytest
 
 from bridge.errors import ConfigError
 from bridge.settings import problems
-from trainer_env import cli, config, config_tools, opening, trl_settings
-from trainer_env.config import TrainConfig
+from trainer_env import cli, config
+from trainer_env.config import TrainConfig, comparing
+from trainer_env.config.grpo_config import GrpoConfig
+from trainer_env.config.setting_words import demo_comments, known_keys, words
 from trainer_env.devices import Device, Devices
-from trainer_env.grpo_config import GrpoConfig
-from trainer_env.setting_words import demo_comments, known_keys, words
+from trainer_env.session import opening
+from trainer_env.training import trl_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEMO = CONFIGS / "demo.toml"
@@ -276,7 +278,7 @@ def test_configs_that_differ_are_a_table_and_the_same_ones_nothing(run):
 def test_a_default_that_is_written_out_is_no_difference(run, tmp_path):
     short, long = tmp_path / "short.toml", tmp_path / "long.toml"
     short.write_text('[model]\nname = "m"\n[[rewards]]\nfunction = "length"\n')
-    long.write_text(config_tools.show(config.load(short)))
+    long.write_text(comparing.show(config.load(short)))
     assert run("diff", short, long) == (0, "")
 
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from bridge.errors import ConfigError
-from server_env import sglang, vllm
 from server_env.config import ServerFile, from_dict
-from server_env.engines import NOWHERE, make_engine
-from server_env.options import EngineOptions, Option
+from server_env.engines import sglang, vllm
+from server_env.engines.backends import NOWHERE, make_engine
+from server_env.engines.options import EngineOptions, Option
 
 CONFIGS = {"vllm": vllm.VLLMConfig, "sglang": sglang.SGLangConfig}
 ARGUMENTS = {"vllm": vllm.arguments, "sglang": sglang.arguments}

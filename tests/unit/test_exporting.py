@@ -22,7 +22,7 @@ from trainer_env import cli, config
 from trainer_env.exporting import export
 from trainer_env.exporting.export_folder import RECORD
 from trainer_env.exporting.serve_commands import Served, asked_as, serve_commands
-from trainer_env.records import Best, Evaluation, StepMetrics
+from trainer_env.runs.records import Best, Evaluation, StepMetrics
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "demo.toml"
@@ -385,7 +385,7 @@ SERVED = {
 @pytest.mark.parametrize("what", ["adapter", "merged"])
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
 def test_commands_use_flags_that_the_installed_engine_has(backend, what):
-    from server_env.options import EngineOptions
+    from server_env.engines.options import EngineOptions
 
     environment = Path(sys.prefix).resolve().parent / f"server-{backend}"
     listed = environment / "engine_options.json"

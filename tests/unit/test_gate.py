@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from server_env.gate import Gate
+from server_env.engines.gate import Gate
 
 
 async def test_shared_requests_come_together_and_the_other_kind_alone():

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from server_env import gpu_memory
-from server_env.gpu_memory import used_bytes
-from server_env.sleeping import Sleeper
+from server_env.gpus import gpu_memory
+from server_env.gpus.gpu_memory import used_bytes
+from server_env.gpus.sleeping import Sleeper
 
 
 class NVMLError(Exception):

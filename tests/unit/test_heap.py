@@ -7,7 +7,7 @@ import pytest
 
 RECEIVES = """
 import ctypes, resource, sys
-from server_env.heap import keep_freed_memory
+from server_env.adapters.heap import keep_freed_memory
 
 if sys.argv[1] == "kept" and not keep_freed_memory():
     sys.exit(77)

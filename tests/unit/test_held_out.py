@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainer_env.config import EvaluationConfig
 from trainer_env.evaluation import best_adapter
 from trainer_env.evaluation.held_out import HeldOut
-from trainer_env.records import Best, Evaluation
+from trainer_env.runs.records import Best, Evaluation
 
 REWARDS = st.lists(st.integers(0, 5).map(float), max_size=12)
 

@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import ConfigError
 from trainer_env import cli, config
-from trainer_env.hub import go_offline_unless_reachable
+from trainer_env.models.hub import go_offline_unless_reachable
 from trainer_env.placement import Placement
 from trainer_env.session import Session
 

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from trainer_env import config as configs
-from trainer_env import left_server
 from trainer_env.devices import Device, Devices
-from trainer_env.left_server import Started, differences, held, read
 from trainer_env.placement import Placement, plan
-from trainer_env.server_settings import server_settings, what_matters
+from trainer_env.serving import left_server
+from trainer_env.serving.left_server import Started, differences, held, read
+from trainer_env.serving.server_settings import server_settings, what_matters
 
 
 def started(*overrides, **changes):

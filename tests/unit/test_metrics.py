@@ -9,9 +9,9 @@ from bridge import protocol as p
 from bridge.errors import EngineFailed, StaleVersion
 from fake_core import family
 from metrics_reader import Page, figures
-from server_env.engine import EngineGone
+from server_env.engines.engine import EngineGone
 from server_env.metrics import Metrics
-from server_env.metrics_page import MetricsPage, merge
+from server_env.metrics.metrics_page import MetricsPage, merge
 
 HISTOGRAM = """# HELP vllm:ttft_seconds Time to first token.
 # TYPE vllm:ttft_seconds histogram

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from bridge.errors import ConfigError
-from trainer_env import config, opening
+from trainer_env import config
+from trainer_env.session import opening
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from trainer_env import config, precision
+from trainer_env import config
 from trainer_env.devices import Device, Devices
+from trainer_env.models import precision
 from trainer_env.placement import Placement, plan
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"

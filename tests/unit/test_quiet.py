@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 
-from trainer_env.quiet import prints_to
+from trainer_env.display.quiet import prints_to
 
 
 def test_prints_go_to_the_file_and_the_terminal_comes_back(tmp_path, capsys):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bridge.errors import EngineFailed
-from server_env import supervisor
-from server_env.engine import EngineGone
-from server_env.replica import PROOF_TRIES, Replica
+from server_env.engines.engine import EngineGone
+from server_env.supervision import supervisor
+from server_env.supervision.replica import PROOF_TRIES, Replica
 
 
 class Engine:

@@ -5,7 +5,7 @@ import pytest
 from bridge.errors import ConfigError
 from server_env.config import ServerConfig
 from server_env.gpus import shares, visible
-from server_env.slots import Slots
+from server_env.supervision.slots import Slots
 
 
 @pytest.mark.parametrize(

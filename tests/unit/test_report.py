@@ -13,14 +13,14 @@ import pytest
 from bridge.errors import ConfigError
 from report_runs import PLACEMENT, evaluate, metrics, sample, write_run
 from trainer_env import cli, config
-from trainer_env.environment_record import write_environment
-from trainer_env.finding import find_run
-from trainer_env.records import StepMetrics
 from trainer_env.report import page, run_labels, thinning
 from trainer_env.report.report_data import differing, overview, run_data, visible
-from trainer_env.run_folder import RunLock
-from trainer_env.run_reader import read_run
-from trainer_env.tracking import Tracker
+from trainer_env.runs.environment_record import write_environment
+from trainer_env.runs.finding import find_run
+from trainer_env.runs.records import StepMetrics
+from trainer_env.runs.run_folder import RunLock
+from trainer_env.runs.run_reader import read_run
+from trainer_env.runs.tracking import Tracker
 
 HOSTILE = "</script><script>alert(1)</script><!--\x1b[2J\u202egpj.exe\x00\u2028"
 

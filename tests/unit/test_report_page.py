@@ -10,10 +10,10 @@ import pytest
 
 from report_runs import metrics, sample, write_run
 from trainer_env import cli
-from trainer_env.records import Evaluation, StepMetrics
 from trainer_env.report import page
-from trainer_env.run_reader import read_run
-from trainer_env.tracking import Tracker
+from trainer_env.runs.records import Evaluation, StepMetrics
+from trainer_env.runs.run_reader import read_run
+from trainer_env.runs.tracking import Tracker
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LINES = """

@@ -10,8 +10,8 @@ import pytest
 from bridge.errors import ConfigError
 from trainer_env import config
 from trainer_env.placement import Placement
-from trainer_env.records import Evaluation, StepMetrics
-from trainer_env.report_to import evaluation_figures, filled_in, require_packages, step_figures, variables
+from trainer_env.runs.records import Evaluation, StepMetrics
+from trainer_env.runs.report_to import evaluation_figures, filled_in, require_packages, step_figures, variables
 from trainer_env.session import Session
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"

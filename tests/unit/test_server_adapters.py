@@ -10,8 +10,8 @@ import lora_files
 from bridge.digest import digest
 from bridge.errors import Refused
 from served import tiny_model
-from server_env.peft_adapter import BaseModel, check, read_header
-from server_env.spool import Spool
+from server_env.adapters.peft_adapter import BaseModel, check, read_header
+from server_env.adapters.spool import Spool
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_full_disk_is_a_clear_refusal_and_leaves_nothing(tmp_path, monkeypatch
         with Path("/dev/full").open("wb", buffering=0) as file:
             file.write(data)
 
-    monkeypatch.setattr("server_env.spool._write", full)
+    monkeypatch.setattr("server_env.adapters.spool._write", full)
     with pytest.raises(Refused) as caught:
         spool.write("policy-v000002", memoryview(b"b"), digest(b"b"), {})
     assert "no room for 1 bytes" in caught.value.what

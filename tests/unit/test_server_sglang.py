@@ -9,13 +9,13 @@ import pytest
 from bridge.errors import ConfigError, Refused
 from bridge.protocol import Sampling
 from served import tiny_model
-from server_env import sglang
 from server_env.config import ServerConfig
-from server_env.engine import Endpoint
-from server_env.engine_http import KEEP_ALIVE_S
-from server_env.options import EngineOptions, Option
-from server_env.sglang import CPU_STAND_INS, SGLangConfig, environment, resolve
-from server_env.sglang_http import SGLang
+from server_env.engines import sglang
+from server_env.engines.engine import Endpoint
+from server_env.engines.engine_http import KEEP_ALIVE_S
+from server_env.engines.options import EngineOptions, Option
+from server_env.engines.sglang import CPU_STAND_INS, SGLangConfig, environment, resolve
+from server_env.engines.sglang_http import SGLang
 
 CPU_RECIPE = {
     "attention_backend": "torch_native",

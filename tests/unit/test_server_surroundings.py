@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from bridge.errors import ConfigError, Refused
-from server_env.cache import EngineCache
 from server_env.config import ServerFile, from_dict, load, loopback
-from server_env.environment import cleaned
 from server_env.lease import LeaseBook
-from server_env.scratch import Scratch, sweep
+from server_env.supervision.cache import EngineCache
+from server_env.supervision.environment import cleaned
+from server_env.supervision.scratch import Scratch, sweep
 
 
 class Clock:
@@ -153,7 +153,7 @@ def test_another_seed_uses_the_same_compiled_kernels(tmp_path, monkeypatch):
 
 
 def test_scratch_is_private_short_and_gone_afterwards(tmp_path, monkeypatch):
-    monkeypatch.setattr("server_env.scratch.MEMORY", tmp_path)
+    monkeypatch.setattr("server_env.supervision.scratch.MEMORY", tmp_path)
     scratch = Scratch("0123456789abcdef")
     assert scratch.path.stat().st_mode & 0o777 == 0o700
     sweep(tmp_path)
@@ -175,11 +175,11 @@ def test_what_a_dead_server_left_is_swept_and_what_is_not_ours_stays(tmp_path):
 
 
 def test_little_room_in_memory_sends_adapters_to_the_run_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr("server_env.scratch.MEMORY", tmp_path)
+    monkeypatch.setattr("server_env.supervision.scratch.MEMORY", tmp_path)
     scratch = Scratch("0123456789abcdef")
     run_dir = tmp_path / "run"
     assert scratch.spool("", run_dir).is_relative_to(scratch.path)
-    monkeypatch.setattr("server_env.scratch.ENOUGH_BYTES", 1 << 60)
+    monkeypatch.setattr("server_env.supervision.scratch.ENOUGH_BYTES", 1 << 60)
     assert scratch.spool("", run_dir) == run_dir / "spool"
     assert scratch.spool(str(tmp_path / "mine"), run_dir).parent == tmp_path / "mine"
     scratch.remove()

@@ -5,8 +5,8 @@ import pytest
 
 from bridge.errors import ConfigError
 from server_env.config import ServerConfig
-from server_env.options import EngineOptions, Option
-from server_env.vllm import VLLMConfig, arguments, environment, resolve
+from server_env.engines.options import EngineOptions, Option
+from server_env.engines.vllm import VLLMConfig, arguments, environment, resolve
 
 
 def words(server=None, native=None, device="cpu", installed=None):

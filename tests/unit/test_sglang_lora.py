@@ -8,8 +8,8 @@ import pytest
 import lora_files
 from bridge.errors import Refused
 from served import tiny_model
-from server_env.peft_adapter import BaseModel, check, read_header
-from server_env.sglang_lora import complete
+from server_env.adapters.peft_adapter import BaseModel, check, read_header
+from server_env.engines.sglang_lora import complete
 
 STACKED = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
 

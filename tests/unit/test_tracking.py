@@ -16,10 +16,10 @@ from rich.console import Console
 from bridge.errors import BridgeError, ConfigError
 from trainer_env.config import EvaluationConfig
 from trainer_env.display import LiveTable, PlainLines, Silent, TimeLeft, comparison, duration, open_display
-from trainer_env.jsonl import JsonLines, write_atomically
-from trainer_env.plot import moving_mean, plot_rewards
-from trainer_env.records import Evaluation, Phase, Sample, StepMetrics
-from trainer_env.tracking import Tracker, spread
+from trainer_env.display.plot import moving_mean, plot_rewards
+from trainer_env.runs.jsonl import JsonLines, write_atomically
+from trainer_env.runs.records import Evaluation, Phase, Sample, StepMetrics
+from trainer_env.runs.tracking import Tracker, spread
 
 FIELDS = """
     step version staleness reward_mean reward_std loss learning_rate ratio_mean dlogp_mean_abs grad_norm
@@ -220,8 +220,8 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
     code = """
         import os, sys
         from pathlib import Path
-        from trainer_env.jsonl import JsonLines
-        from trainer_env.records import StepMetrics
+        from trainer_env.runs.jsonl import JsonLines
+        from trainer_env.runs.records import StepMetrics
         file = JsonLines(Path(sys.argv[1]), StepMetrics)
         for step in range(1, 4):
             file.append(StepMetrics(step=step, version=step))

@@ -9,8 +9,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from bridge.errors import ConfigError
-from trainer_env import config, data, rewards, verifiers_source
+from trainer_env import config, data, rewards
 from trainer_env.config import DataConfig, RewardConfig
+from trainer_env.data import verifiers_source
 from trainer_env.rewards.reward_errors import RewardError
 
 COMMON = ("idx", "prompt", "system_prompt")

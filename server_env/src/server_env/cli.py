@@ -88,7 +88,7 @@ def _command_line(file: "ServerFile") -> str:
     import os
     import shlex
 
-    from server_env.engines import NOWHERE, device_of, make_engine
+    from server_env.engines.backends import NOWHERE, device_of, make_engine
     from server_env.gpus import shares
 
     engine = make_engine(file)
@@ -97,7 +97,7 @@ def _command_line(file: "ServerFile") -> str:
 
 
 def _node_rank(file: "ServerFile") -> int:
-    from server_env.engines import make_engine
+    from server_env.engines.backends import make_engine
 
     return make_engine(file).node_rank
 
@@ -114,7 +114,7 @@ def _serve(file: "ServerFile", rank: int, run_dir: Path) -> None:
         filename=run_dir / "server.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     from server_env import gateway, node
-    from server_env.heap import keep_freed_memory
+    from server_env.adapters.heap import keep_freed_memory
 
     keep_freed_memory()
     asyncio.run((node if rank else gateway).serve(file, run_dir))

@@ -10,8 +10,8 @@ import msgspec
 
 from bridge.errors import ConfigError
 from bridge.settings import decode_dict, decode_toml
-from server_env.sglang import SGLangConfig
-from server_env.vllm import VLLMConfig
+from server_env.engines.sglang import SGLangConfig
+from server_env.engines.vllm import VLLMConfig
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]

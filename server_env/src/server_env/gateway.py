@@ -15,23 +15,23 @@ from bridge.errors import ConfigError
 from bridge.protocol import Stats
 from bridge.security import ServerKeys, new_keys
 from bridge.server import BridgeLimits, BridgeServer
-from server_env.adapters import AdapterLimits, Adapters
-from server_env.cache import EngineCache
-from server_env.canary import CanaryCheck
+from server_env.adapters.canary import CanaryCheck
+from server_env.adapters.peft_adapter import BaseModel
+from server_env.adapters.spool import Spool
+from server_env.adapters.versions import AdapterLimits, Adapters
 from server_env.config import ServerFile
-from server_env.engine import Engine
-from server_env.engine_process import EngineProcess
-from server_env.engines import NOWHERE, device_of, make_engine
+from server_env.engines.backends import NOWHERE, device_of, make_engine
+from server_env.engines.engine import Engine
 from server_env.gpus import shares
-from server_env.http_front import HttpFront
-from server_env.metrics_page import MetricsPage
+from server_env.gpus.sleeping import Sleeper
+from server_env.metrics.http_front import HttpFront
+from server_env.metrics.metrics_page import MetricsPage
 from server_env.ownership import own
-from server_env.peft_adapter import BaseModel
-from server_env.replicas import Replicas
-from server_env.scratch import Scratch
 from server_env.service import Service
-from server_env.sleeping import Sleeper
-from server_env.spool import Spool
+from server_env.supervision.cache import EngineCache
+from server_env.supervision.engine_process import EngineProcess
+from server_env.supervision.replicas import Replicas
+from server_env.supervision.scratch import Scratch
 
 log = logging.getLogger(__name__)
 

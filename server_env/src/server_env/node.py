@@ -15,13 +15,13 @@ from pathlib import Path
 
 from bridge.endpoint import private_dir
 from bridge.errors import EngineFailed
-from server_env.cache import EngineCache
 from server_env.config import ServerFile
-from server_env.engine_process import EngineProcess
-from server_env.engines import NOWHERE, device_of, make_engine
+from server_env.engines.backends import NOWHERE, device_of, make_engine
 from server_env.ownership import own
-from server_env.scratch import Scratch
-from server_env.supervisor import MAX_RESTARTS
+from server_env.supervision.cache import EngineCache
+from server_env.supervision.engine_process import EngineProcess
+from server_env.supervision.scratch import Scratch
+from server_env.supervision.supervisor import MAX_RESTARTS
 
 log = logging.getLogger(__name__)
 

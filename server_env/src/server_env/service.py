@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 from bridge import protocol as p
 from bridge.errors import BridgeError, EngineFailed, ProtocolMismatch, Refused
 from bridge.server import Call
-from server_env.adapters import Adapters
-from server_env.canary import CanaryCheck
+from server_env.adapters.canary import CanaryCheck
+from server_env.adapters.versions import Adapters
 from server_env.config import ServerFile
+from server_env.gpus.sleeping import Sleeper
 from server_env.lease import LeaseBook
 from server_env.metrics import EngineFigures, Figures, Metrics
-from server_env.replicas import Replicas
-from server_env.sleeping import Sleeper
+from server_env.supervision.replicas import Replicas
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from bridge.errors import BridgeError, ConfigError
 from trainer_env import arguments, config
-from trainer_env.hub import without_statistics
+from trainer_env.models.hub import without_statistics
 
 if TYPE_CHECKING:
     from trainer_env.session import Session
@@ -52,9 +52,9 @@ def reported(work: Callable[[], int]) -> int:
 
 def _run(options: Namespace) -> int:
     settings = _settings(options)
-    from trainer_env.launcher import launch
-    from trainer_env.opening import place
+    from trainer_env.ranks.launcher import launch
     from trainer_env.session import Session
+    from trainer_env.session.opening import place
 
     source = str(options.config)
     placement = place(settings, source)

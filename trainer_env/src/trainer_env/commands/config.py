@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.errors import ConfigError
-from trainer_env import arguments, config, config_tools
+from trainer_env import arguments, config
 from trainer_env.cli import EXIT_CONFIG
-from trainer_env.config_checking import check
-from trainer_env.finding import add_output_dir, config_name, find_config, is_config
-from trainer_env.setting_words import OTHER_HALF, is_known, known_keys, words
-from trainer_env.toml_writer import toml_value
+from trainer_env.commands.config_check import check
+from trainer_env.config import comparing
+from trainer_env.config.setting_words import OTHER_HALF, is_known, known_keys, words
+from trainer_env.config.toml_writer import toml_value
+from trainer_env.runs.finding import add_output_dir, config_name, find_config, is_config
 
 _EPILOG = """\
 examples:
@@ -69,7 +70,7 @@ def _show(options: argparse.Namespace) -> int:
     if key:
         _explain(key, loaded, path)
     else:
-        print((config_tools.show_changed if options.changed else config_tools.show)(loaded), end="")
+        print((comparing.show_changed if options.changed else comparing.show)(loaded), end="")
     return 0
 
 
@@ -96,7 +97,7 @@ def _config_and_key(what: Sequence[str], runs: Path) -> tuple[str, str]:
 
 
 def _explain(key: str, loaded: config.TrainConfig, path: Path) -> None:
-    values = config_tools.settings(loaded)
+    values = comparing.settings(loaded)
     below = {name: setting for name, setting in values.items() if name == key or name.startswith(f"{key}.")}
     known = key
     while below and not is_known(known):
@@ -135,9 +136,9 @@ def _check(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
     paths = [find_config(name, options.output_dir) for name in options.configs]
     one, other = (config.load(path) for path in paths)
-    different = config_tools.compare(one, other)
-    rows = config_tools.compare(one, other, same=True) if options.all else different
+    different = comparing.compare(one, other)
+    rows = comparing.compare(one, other, same=True) if options.all else different
     if rows:
-        for line in config_tools.table(rows, (config_name(paths[0]), config_name(paths[1]))):
+        for line in comparing.table(rows, (config_name(paths[0]), config_name(paths[1]))):
             print(line)
     return EXIT_DIFFERENT if different else 0

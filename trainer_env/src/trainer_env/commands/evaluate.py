@@ -8,9 +8,9 @@ from pathlib import Path
 
 from bridge.errors import ConfigError
 from trainer_env import config
-from trainer_env.completing import Version
 from trainer_env.evaluation import Answered, best_adapter
-from trainer_env.finding import CONFIG, add_output_dir, find_run
+from trainer_env.runs.finding import CONFIG, add_output_dir, find_run
+from trainer_env.session.completing import Version
 
 VERSIONS = ("base", "best", "last")
 

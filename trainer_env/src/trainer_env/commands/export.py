@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from trainer_env.exporting import What, export
-from trainer_env.finding import add_output_dir, find_run
+from trainer_env.runs.finding import add_output_dir, find_run
 
 _EPILOG = """\
 examples:

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer_env.finding import add_output_dir, find_run
 from trainer_env.report import FILE, write_report
+from trainer_env.runs.finding import add_output_dir, find_run
 
 _DESCRIPTION = """\
 Write one HTML page of one or more runs: their curves, samples, settings and versions. The page needs no network and

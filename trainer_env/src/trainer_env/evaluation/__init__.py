@@ -10,10 +10,10 @@ import msgspec
 from bridge.errors import ConfigError
 from trainer_env.data import Example, column_names, columns
 from trainer_env.evaluation.pass_at import pass_at
-from trainer_env.records import Phase, Sample
 from trainer_env.rewards import Reward, Scores, score
 from trainer_env.rewards.scoring import readable, readable_answer
-from trainer_env.sampler import Sampler
+from trainer_env.runs.records import Phase, Sample
+from trainer_env.sampling.sampler import Sampler
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from trainer_env.checkpoints import save_adapter
-from trainer_env.records import Best
+from trainer_env.runs.checkpoints import save_adapter
+from trainer_env.runs.records import Best
 
 NAME = "best"
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from trainer_env.config import EvaluationConfig
-from trainer_env.records import Best, Evaluation
+from trainer_env.runs.records import Best, Evaluation
 
 
 class HeldOut:

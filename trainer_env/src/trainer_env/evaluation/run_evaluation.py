@@ -7,10 +7,10 @@ from typing import Any
 from trainer_env.config import TrainConfig
 from trainer_env.data import Example
 from trainer_env.evaluation import best_adapter, evaluate
-from trainer_env.records import Evaluation, Phase
 from trainer_env.rewards import Reward
-from trainer_env.sampler import Sampler
-from trainer_env.tracking import Tracker
+from trainer_env.runs.records import Evaluation, Phase
+from trainer_env.runs.tracking import Tracker
+from trainer_env.sampling.sampler import Sampler
 
 
 def evaluate_run(

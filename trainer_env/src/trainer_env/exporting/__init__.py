@@ -21,9 +21,9 @@ from trainer_env.exporting.export_folder import replace_folder, require_place
 from trainer_env.exporting.exported_from import Origin, find_adapter
 from trainer_env.exporting.model_card import model_card
 from trainer_env.exporting.serve_commands import Served, asked_as, half_stacks, serve_commands
-from trainer_env.finding import CONFIG
-from trainer_env.hub import go_offline_unless_reachable
-from trainer_env.run_folder import is_full
+from trainer_env.models.hub import go_offline_unless_reachable
+from trainer_env.runs.finding import CONFIG
+from trainer_env.runs.run_folder import is_full
 
 What = Literal["adapter", "merged"]
 

@@ -8,7 +8,7 @@ import msgspec
 
 from bridge.errors import ConfigError
 from trainer_env.evaluation import best_adapter
-from trainer_env.records import Evaluation, StepMetrics, Summary
+from trainer_env.runs.records import Evaluation, StepMetrics, Summary
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -108,6 +108,6 @@ def _stand_ins(environment: Path) -> str:
         links = site / "server_env.pth"
         places = [site, *(Path(line) for line in links.read_text().splitlines())] if links.is_file() else [site]
         for place in places:
-            if (found := place / "server_env" / "sglang_cpu").is_dir():
+            if (found := place / "server_env" / "engines" / "sglang_cpu").is_dir():
                 return str(found)
     return ""

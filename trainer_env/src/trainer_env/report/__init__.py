@@ -12,9 +12,9 @@ import msgspec
 
 from bridge.errors import ConfigError
 from trainer_env.arguments import version
-from trainer_env.jsonl import write_atomically
 from trainer_env.report.report_data import differing, run_data, visible
-from trainer_env.run_reader import RunFiles, read_run
+from trainer_env.runs.jsonl import write_atomically
+from trainer_env.runs.run_reader import RunFiles, read_run
 
 _PARTS = Path(__file__).with_name("report_page")
 _SCRIPTS = ("base.js", "scales.js", "chart.js", "curves.js", "overview.js", "samples.js", "settings.js", "start.js")

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from trainer_env.records import Sample, StepMetrics
+from trainer_env.config.toml_writer import write_toml
 from trainer_env.report.thinning import thinned, thinned_steps
-from trainer_env.run_reader import RunFiles
-from trainer_env.toml_writer import write_toml
+from trainer_env.runs.records import Sample, StepMetrics
+from trainer_env.runs.run_reader import RunFiles
 
 _NAMES = ("run", "output_dir")
 """Settings that differ between any two runs."""

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from trainer_env.records import Sample, StepMetrics
+from trainer_env.runs.records import Sample, StepMetrics
 
 T = TypeVar("T")
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer_env.records import Sample
 from trainer_env.rewards import Reward, score
+from trainer_env.runs.records import Sample
 
 _TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL adds to a row's columns for reward functions of its own style."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from trainer_env import verifiers_source
+from trainer_env.data import verifiers_source
 from trainer_env.rewards.completions import Completion, RewardFunction, RowError, text_of
 
 

@@ -1,0 +1,1 @@
+"""Engines: what one must do, and how vLLM and SGLang do it."""

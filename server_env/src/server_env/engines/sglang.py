@@ -1,0 +1,237 @@
+"""SGLang's options under SGLang's own names, and how they become its command line."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from bridge.errors import ConfigError
+from server_env.adapters.peft_adapter import BaseModel
+from server_env.engines import flags
+from server_env.engines.engine_http import KEEP_ALIVE_S
+from server_env.engines.options import EngineOptions
+
+if TYPE_CHECKING:
+    from server_env.config import ServerConfig
+
+DISTRIBUTIONS = ("sglang",)
+RESERVED = ("--config", "--host", "--port", "--api-key", "--admin-api-key", "--device")
+
+SPARE_CONTEXT = 6
+"""SGLang refuses a prompt that comes so near to the end of its context, and stops some tokens before it."""
+
+CPU_STAND_INS = Path(__file__).with_name("sglang_cpu")
+"""On PYTHONPATH of a CPU run only: see sitecustomize.py there."""
+
+CPU_TOKENS = 65536
+"""Largest KV cache on CPU: SGLang copies its list of free slots, one a token, whenever a request ends."""
+
+CPU_TOKENS_UNKNOWN = 8192
+"""The KV cache on CPU for a model of which nothing is known."""
+
+
+class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[sglang]`. None: not passed, so SGLang's default holds. extra_args go to SGLang as they are."""
+
+    model_path: str | None = None
+    tokenizer_path: str | None = None
+    tokenizer_mode: str | None = None
+    load_format: str | None = None
+    trust_remote_code: bool | None = None
+    random_seed: int | None = None
+    skip_tokenizer_init: bool | None = None
+    context_length: int | None = None
+    mem_fraction_static: float | None = None
+    max_running_requests: int | None = None
+    max_total_tokens: int | None = None
+    chunked_prefill_size: int | None = None
+    max_prefill_tokens: int | None = None
+    schedule_policy: str | None = None
+    schedule_conservativeness: float | None = None
+    cpu_offload_gb: int | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    tp_size: int | None = None
+    pp_size: int | None = None
+    dp_size: int | None = None
+    ep_size: int | None = None
+    base_gpu_id: int | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    dist_init_addr: str | None = None
+
+    disable_cuda_graph: bool | None = None
+    disable_cuda_graph_padding: bool | None = None
+    cuda_graph_max_bs: int | None = None
+    cuda_graph_bs: tuple[int, ...] | None = None
+    enable_torch_compile: bool | None = None
+    torch_compile_max_bs: int | None = None
+    attention_backend: str | None = None
+    sampling_backend: str | None = None
+    grammar_backend: str | None = None
+    triton_attention_reduce_in_fp32: bool | None = None
+    triton_attention_num_kv_splits: int | None = None
+    num_continuous_decode_steps: int | None = None
+    torchao_config: str | None = None
+
+    disable_radix_cache: bool | None = None
+    enable_nccl_nvls: bool | None = None
+    disable_outlines_disk_cache: bool | None = None
+    disable_custom_all_reduce: bool | None = None
+    disable_overlap_schedule: bool | None = None
+    enable_mixed_chunk: bool | None = None
+    enable_dp_attention: bool | None = None
+    enable_ep_moe: bool | None = None
+    enable_nan_detection: bool | None = None
+    enable_p2p_check: bool | None = None
+    enable_memory_saver: bool | None = None
+    allow_auto_truncate: bool | None = None
+    enable_multimodal: bool | None = None
+    sleep_on_idle: bool | None = None
+
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
+    lora_target_modules: tuple[str, ...] | None = None
+    max_loras_per_batch: int | None = None
+    max_loaded_loras: int | None = None
+    lora_eviction_policy: str | None = None
+    lora_backend: str | None = None
+    lora_paths: tuple[str, ...] | None = None
+    enable_lora_overlap_loading: bool | None = None
+
+    log_level: str | None = None
+    log_level_http: str | None = None
+    log_requests: bool | None = None
+    log_requests_level: int | None = None
+    show_time_cost: bool | None = None
+    enable_metrics: bool | None = None
+    decode_log_interval: int | None = None
+
+    extra_args: tuple[str, ...] = ()
+
+
+def resolve(server: "ServerConfig", native: SGLangConfig, device: str) -> SGLangConfig:
+    """The options that SGLang gets: intents under its names, and over them what `[sglang]` says. device: cpu or cuda.
+
+    Raises ConfigError for a choice that training with it would not survive.
+    """
+    base = BaseModel.read(native.model_path or server.model)
+    intents: dict[str, Any] = {
+        "model_path": server.model,
+        "tokenizer_path": server.tokenizer or None,
+        "trust_remote_code": server.trust_remote_code or None,
+        "dtype": server.dtype,
+        "random_seed": server.seed,
+        "context_length": _context(server.context_length, base),
+        "max_running_requests": server.max_sequences,
+        "disable_radix_cache": None if server.prefix_cache else True,
+        "chunked_prefill_size": None if server.chunked_prefill else -1,
+        "disable_cuda_graph": None if server.cuda_graphs else True,
+        "tp_size": server.tensor_parallel if server.tensor_parallel > 1 else None,
+        "nnodes": server.nnodes if server.nnodes > 1 else None,
+        "node_rank": server.node_rank if server.nnodes > 1 or server.node_rank else None,
+        "dist_init_addr": server.dist_init_addr or None,
+        "enable_memory_saver": server.sleep or None,
+        "enable_metrics": server.metrics or None,
+        "log_level": "warning",
+        # The scheduler would otherwise keep a core busy while it waits, and the trainer's threads wait for that core.
+        "sleep_on_idle": True,
+        "enable_lora": True,
+        "max_lora_rank": server.max_lora_rank,
+        "lora_target_modules": ("all",),
+        "max_loras_per_batch": server.slots + 1,  # The base model takes a slot.
+        "max_loaded_loras": server.held,
+    }
+    if device == "cuda":
+        intents["mem_fraction_static"] = server.memory_share
+    else:
+        intents |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "lora_backend": "torch_native",
+            "disable_overlap_schedule": True,
+            "max_total_tokens": _cpu_tokens(server, base),
+        }
+    resolved = flags.merged(intents, native)
+    _check(resolved, server, device)
+    return resolved
+
+
+def _context(wanted: int | None, base: BaseModel) -> int | None:
+    """The context with which SGLang can fill the wanted one, if the model has it."""
+    return wanted + SPARE_CONTEXT if wanted and wanted <= base.max_context else wanted
+
+
+def _cpu_tokens(server: "ServerConfig", base: BaseModel) -> int:
+    """Tokens of KV cache that fit into cpu_kv_gib, and at least one whole context."""
+    width = 4 if server.dtype == "float32" else 2
+    fitting = (server.cpu_kv_gib << 30) // (base.kv_values * width) if base.kv_values else CPU_TOKENS_UNKNOWN
+    return max(min(fitting, CPU_TOKENS), 2 * (server.context_length or 0))
+
+
+def _check(options: SGLangConfig, server: "ServerConfig", device: str) -> None:
+    flags.check_adapters(
+        server,
+        enabled=("sglang.enable_lora", options.enable_lora),
+        at_once=("sglang.max_loras_per_batch (which counts the base model)", (options.max_loras_per_batch or 0) - 1),
+        held=("sglang.max_loaded_loras", options.max_loaded_loras or 0),
+    )
+    if (options.dp_size or 1) > 1:
+        raise ConfigError(
+            f"sglang.dp_size: SGLang loads adapters into one replica only, and dp_size is {options.dp_size}.",
+            remedy="Leave it out; sglang.tp_size spreads one replica over several GPUs.",
+        )
+    flags.check_nodes(
+        server,
+        nnodes=("sglang.nnodes", options.nnodes or 1),
+        rank=("sglang.node_rank", options.node_rank or 0),
+        meets=("sglang.dist_init_addr", options.dist_init_addr is not None),
+        gpus=gpus(options),
+    )
+    if options.enable_memory_saver and device == "cpu":
+        raise ConfigError("server.sleep: SGLang can sleep on a GPU only.", remedy="Leave server.sleep out.")
+
+
+def gpus(options: SGLangConfig) -> int:
+    """How many GPUs it computes on, those of all nodes together."""
+    return (options.tp_size or 1) * (options.pp_size or 1)
+
+
+def arguments(options: SGLangConfig, installed: EngineOptions | None = None) -> list[str]:
+    """The command line of resolved options. Raises ConfigError naming one that this version does not have."""
+    return flags.arguments("sglang", options, installed, negatable=False, reserved=RESERVED)
+
+
+def command(wrapper: Sequence[str] = ()) -> list[str]:
+    """The program, without options. wrapper: what to run instead (see ServerConfig.engine_command)."""
+    if wrapper:
+        return list(wrapper)
+    flags.package_folder("sglang", "SGLang")
+    return [sys.executable, "-m", "sglang.launch_server"]
+
+
+def environment(
+    server: "ServerConfig", options: SGLangConfig, device: str, cache: Path, scratch: Path
+) -> dict[str, str]:
+    """The variables that SGLang needs. cache: kept between runs; scratch: this run's, with a short path."""
+    variables = {
+        # Its inner sockets lie there: nobody else may come near them.
+        "TMPDIR": str(scratch),
+        # Its own 5 s are fewer than what our connections are kept for: some would be closed as they are used again.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(round(5 * KEEP_ALIVE_S)),
+        **flags.compiled_caches(cache),
+        **flags.offline(options.model_path),
+    }
+    own = BaseModel.read(options.model_path or "").max_context
+    if own and own < (options.context_length or 0) <= own + SPARE_CONTEXT:
+        variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # For the spare part, which is never used.
+    if device == "cpu":
+        variables |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "PYTHONPATH": str(CPU_STAND_INS),
+            # Its small operations are quicker on one thread, and much quicker beside a trainer.
+            "OMP_NUM_THREADS": "1",
+        }
+    return variables | server.engine_env

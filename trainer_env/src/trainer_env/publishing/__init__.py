@@ -1,0 +1,1 @@
+"""Adapters on their way to the server."""

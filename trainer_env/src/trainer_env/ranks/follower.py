@@ -1,0 +1,54 @@
+"""A further process of a trainer on several GPUs: it samples and trains its share, and leaves all else to the first."""
+
+import os
+from threading import Event
+
+from trainer_env import data, models, ranks, rewards
+from trainer_env.config import TrainConfig
+from trainer_env.data.ordering import Schedule
+from trainer_env.placement import Placement
+from trainer_env.ranks.followed_server import FollowedServer
+from trainer_env.sampling.rollouts import Rollouts
+from trainer_env.sampling.sampler import Sampler
+
+
+class Follower:
+    """`run` does what the first process's Session does between connecting and the last optimizer step."""
+
+    def __init__(self, config: TrainConfig, placement: Placement, *, resume: bool = False) -> None:
+        self.stop = Event()
+        self._config = config
+        self._placement = placement
+        self._resume = resume
+        self._rewards = rewards.load(config.rewards)
+        self._train = data.load(config.data, config.seed).train
+
+    def run(self) -> None:
+        """Train along. Raises what the server, a reward or the trainer raises."""
+        config = self._config
+        os.environ.update(self._placement.trainer_environment())
+        from trainer_env.publishing.publisher import Publisher
+        from trainer_env.training import grpo
+
+        policy = grpo.load_policy(config, models.resolve(config.model.name))
+        ranks.join(on_gpu=self._placement.mode != "cpu")
+        server = FollowedServer(config.run_dir, ranks.word_of_the_first(""))
+        try:
+            sampler = Sampler(server.client, policy.tokenizer, config, eos_token_ids=policy.eos_token_ids)
+            grpo.run(
+                policy,
+                config,
+                rewards=self._rewards,
+                rollouts=Rollouts(
+                    sampler,
+                    config,
+                    Schedule(config, self._train, rank=ranks.rank(), ranks=ranks.count()),
+                    max_staleness=config.max_staleness(self._placement.mode),
+                ),
+                publisher=Publisher(server.client),
+                tracker=None,
+                resume=self._resume,
+                stop=self.stop,
+            )
+        finally:
+            server.close()

@@ -1,0 +1,1 @@
+"""Completions from the server: asked for, and kept ahead of training."""

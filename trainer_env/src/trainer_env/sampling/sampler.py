@@ -1,0 +1,220 @@
+"""Prompts → bridge → completions. They stay the token ids that were sampled: text is for people and reward functions
+only, because decoding and encoding again changes tokens.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.errors import ConfigError, EngineFailed, SyncMismatch, Timeout
+from bridge.protocol import Generate, Generated, Sampling, pack_ids, unpack_ids, unpack_logprobs
+from trainer_env.config import TrainConfig
+from trainer_env.serving.server import Server
+from trainer_env.serving.turns import Turns
+
+Prompt = str | list[dict[str, Any]]
+"""Text, or a conversation for the chat template."""
+
+GRACE_S = 1500.0
+"""How much longer than a request's own deadline to wait for the client to report it. In that time a server that died is
+started again, and asked anew."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion as it was sampled. trained: 0 for a token that nobody sampled, which must stay out of the loss.
+
+    token_ids, logprobs (natural, at the sampling temperature) and trained have one entry a token, with the end token.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    trained: list[int]
+    finish_reason: str
+    version: int
+
+
+class Asked:
+    """Groups that the server was asked for at once. One that fails ends the others."""
+
+    def __init__(self, server: Server, requests: Sequence[Generate]) -> None:
+        self.requests = requests
+        self.asked_at = time.perf_counter()
+        self.answered_at = self.asked_at
+        """When the last answer came, by time.perf_counter."""
+        self._allowed = max((request.deadline_s for request in requests), default=0.0)
+        self._log_path = server.welcome.log_path
+        self._futures: list[Future[Generated]] = []
+        for request in requests:
+            future = server.submit(request)
+            self._futures.append(future)
+            future.add_done_callback(self._note_answer)
+
+    def answers(self) -> list[Generated]:
+        """Wait for all. Raises the first error, and Timeout."""
+        try:
+            wait(self._futures, timeout=self._allowed + GRACE_S, return_when=FIRST_EXCEPTION)
+            for future in self._futures:
+                if future.done():
+                    future.result()
+            unanswered = sum(not future.done() for future in self._futures)
+            if unanswered:
+                raise Timeout(
+                    f"{unanswered} of {len(self._futures)} requests for completions have no answer after "
+                    f"{self._allowed:g} s.",
+                    log_path=self._log_path,
+                    remedy="Raise rollout.timeout_s if the server is only slow.",
+                )
+            return [future.result() for future in self._futures]
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The server need not answer what is still open."""
+        for future in self._futures:
+            future.cancel()
+
+    def _note_answer(self, _: Future[Generated]) -> None:
+        self.answered_at = time.perf_counter()
+
+
+class Sampler:
+    """Asks the server for completions of prompts.
+
+    eos_token_ids: what ends a completion; default: the tokenizer's. turns: when the server may compute; default:
+    always.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        tokenizer: Any,
+        config: TrainConfig,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        turns: Turns | None = None,
+    ) -> None:
+        self.turns = turns or Turns()
+        self.eos_token_ids = tuple(eos_token_ids) or (tokenizer.eos_token_id,)
+        self._server = server
+        self._tokenizer = tokenizer
+        self._config = config
+
+    def ask(self, requests: Sequence[Generate]) -> Asked:
+        """Have the server answer all of them; `samples` waits for that."""
+        return Asked(self._server, requests)
+
+    def samples(self, asked: Asked) -> list[list[Sample]]:
+        """The completions of each group, checked. Raises what the server answers, Timeout, SyncMismatch."""
+        return [self._checked(request, reply) for request, reply in zip(asked.requests, asked.answers(), strict=True)]
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: int = 1,
+        temperature: float = 0.0,
+        max_tokens: int | None = None,
+        min_version: int = 0,
+        version: int = -1,
+    ) -> list[list[Sample]]:
+        """Complete each prompt n times, outside training; greedily unless a temperature is given.
+
+        version: exactly this adapter version (0: the base model); -1: the newest, at least min_version.
+        """
+        sampling = Sampling(
+            temperature=temperature,
+            max_tokens=max_tokens or self._config.grpo.max_completion_length,
+            stop_token_ids=self.eos_token_ids,
+        )
+        requests = [
+            Generate(
+                prompt=pack_ids(self.encode(prompt, max_tokens)),
+                n=n,
+                sampling=sampling,
+                min_version=min_version,
+                version=version,
+                deadline_s=self._config.rollout.timeout_s,
+            )
+            for prompt in prompts
+        ]
+        with self.turns.servers():
+            return self.samples(self.ask(requests))
+
+    def decode(self, sample: Sample) -> str:
+        """The completion as text, without special tokens."""
+        return self._tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+
+    def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
+        """A prompt's token ids: through the chat template if it is a conversation.
+
+        Raises ConfigError, quoting the prompt, when it leaves no room for a completion of max_tokens.
+        """
+        if isinstance(prompt, str):
+            ids: list[int] = self._tokenizer(prompt)["input_ids"]
+        else:
+            ids = self._apply_chat_template(prompt)
+        context = min(self._server.welcome.limits.max_context, self._config.model.max_seq_length)
+        completion = max_tokens or self._config.grpo.max_completion_length
+        if not ids:
+            raise ConfigError("A prompt has no tokens.", remedy="Leave empty prompts out of the data.")
+        if len(ids) + completion > context:
+            raise ConfigError(
+                f"A prompt of {len(ids)} tokens and a completion of up to {completion} do not fit the context of "
+                f"{context} tokens. The prompt begins: {_excerpt(prompt)}",
+                remedy="Leave such samples out of the data, raise model.max_seq_length and the server's limit with it, "
+                "or lower grpo.max_completion_length.",
+            )
+        return ids
+
+    def _apply_chat_template(self, conversation: list[dict[str, Any]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                "The data holds conversations, and this model's tokenizer has no chat template.",
+                remedy="Set data.chat = false to send plain text, or train an instruction-tuned model.",
+            )
+        prefilled = conversation[-1]["role"] == "assistant"
+        return self._tokenizer.apply_chat_template(
+            conversation,
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            tokenize=True,
+            return_dict=False,
+            **self._config.data.chat_template_kwargs,
+        )
+
+    def _checked(self, request: Generate, reply: Generated) -> list[Sample]:
+        """A reply's completions, checked: what TRL trains on must be complete."""
+        if len(reply.completions) != request.n:
+            raise SyncMismatch(f"{request.n} completions were asked for, and {len(reply.completions)} came back.")
+        samples = []
+        for completion in reply.completions:
+            ids, logprobs = unpack_ids(completion.token_ids), unpack_logprobs(completion.logprobs)
+            if len(ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
+                raise SyncMismatch(
+                    f"A completion of {len(ids)} tokens came with {len(logprobs)} logprobs, or with some that are no "
+                    "numbers.",
+                    why="The engine does not report the logprob of each token that it sampled.",
+                    log_path=self._server.welcome.log_path,
+                )
+            if completion.finish_reason == "abort":
+                raise EngineFailed(
+                    "The engine broke a completion off.",
+                    why="It was restarted or told to abort while it sampled.",
+                    log_path=self._server.welcome.log_path,
+                )
+            trained = [1] * len(ids)
+            if not ids or (completion.finish_reason == "stop" and ids[-1] not in self.eos_token_ids):
+                # TRL fails on an empty row, and takes one without an end token for truncated. Nobody sampled this
+                # token, so it is kept out of the loss.
+                ids, logprobs, trained = [*ids, self.eos_token_ids[0]], [*logprobs, 0.0], [*trained, 0]
+            samples.append(Sample(ids, logprobs, trained, completion.finish_reason, reply.version))
+        return samples
+
+
+def _excerpt(prompt: Prompt, length: int = 300) -> str:
+    text = prompt if isinstance(prompt, str) else " | ".join(str(message.get("content", "")) for message in prompt)
+    return repr(text if len(text) <= length else text[:length] + "…")

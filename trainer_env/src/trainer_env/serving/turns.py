@@ -1,0 +1,81 @@
+"""Whose turn it is on one GPU: in time-share the server gives its memory back while the trainer trains."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from bridge.protocol import Sleep, Slept, Wake
+from trainer_env.serving.server import Server
+
+SLEEP = "sleep"
+"""The capability of a server that can give memory back."""
+
+
+@dataclass(frozen=True)
+class Turned:
+    """What the turns of one optimizer step took, in seconds of waiting; None where there were none.
+
+    freed_bytes: GPU memory that the last sleep gave back.
+    """
+
+    sleep_s: float | None = None
+    wake_s: float | None = None
+    freed_bytes: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return (self.sleep_s or 0.0) + (self.wake_s or 0.0)
+
+
+class Turns:
+    """Without a server the two halves compute whenever they like.
+
+    With one, it sleeps but for `servers`. release: gives back what the trainer holds on the GPU and does not need.
+    timeout_s: for the server to fall asleep, or to wake.
+    """
+
+    def __init__(
+        self,
+        server: Server | None = None,
+        *,
+        release: Callable[[], None] = lambda: None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self._server = server
+        self._release = release
+        self._timeout_s = timeout_s
+        self._turned = Turned()
+
+    def make_room(self) -> None:
+        """Before the server takes memory, to load an adapter for instance."""
+        if self._server:
+            self._release()
+
+    @contextmanager
+    def servers(self) -> Iterator[None]:
+        """The server's turn: awake in here, asleep afterwards. What is raised in here leaves it awake.
+
+        Raises what the server answers when it cannot wake or sleep.
+        """
+        if self._server is None:
+            yield
+            return
+        started = time.perf_counter()
+        self._release()
+        self._server.ask(Wake(deadline_s=self._timeout_s))
+        self._turned = replace(self._turned, wake_s=(self._turned.wake_s or 0.0) + time.perf_counter() - started)
+        yield
+        started = time.perf_counter()
+        slept: Slept = self._server.ask(Sleep(deadline_s=self._timeout_s))
+        self._turned = replace(
+            self._turned,
+            sleep_s=(self._turned.sleep_s or 0.0) + time.perf_counter() - started,
+            freed_bytes=slept.freed_bytes,
+        )
+
+    def take(self) -> Turned:
+        """What the turns took since this was last asked."""
+        turned, self._turned = self._turned, Turned()
+        return turned

@@ -1,0 +1,201 @@
+"""A run's training from beginning to end: load, connect, evaluate, train, evaluate, sum up."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.errors import PeerDied
+from trainer_env import ranks
+from trainer_env.config import TrainConfig
+from trainer_env.data import Data
+from trainer_env.data.ordering import Schedule
+from trainer_env.display import Display
+from trainer_env.display.quiet import prints_to
+from trainer_env.evaluation.run_evaluation import evaluate_run
+from trainer_env.placement import Placement
+from trainer_env.rewards import Reward
+from trainer_env.runs.records import Phase, Summary
+from trainer_env.runs.run_folder import needing_room, step_to_resume
+from trainer_env.runs.tracking import Tracker
+from trainer_env.sampling.rollouts import Rollouts
+from trainer_env.sampling.sampler import Sampler
+from trainer_env.serving import Serving
+from trainer_env.serving.server import Server
+from trainer_env.serving.turns import SLEEP, Turns
+from trainer_env.training.interrupts import Interrupts
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training is made of. model: what `models.resolve` returned. resume: go on from the last checkpoint.
+
+    connected: waits for the server, and gives who to ask.
+    """
+
+    config: TrainConfig
+    placement: Placement
+    data: Data
+    rewards: Sequence[Reward]
+    model: str
+    serving: Serving
+    connected: Callable[[], Server]
+    interrupts: Interrupts
+    display: Display
+    resume: bool
+
+    def run(self) -> Summary:
+        """Train to grpo.max_steps, or to the step at which somebody interrupts.
+
+        Raises what the server, a reward or the trainer raises, and ConfigError when the run cannot begin or go on.
+        """
+        tracker = self._tracker()
+        try:
+            policy = self._load_policy()
+            rollouts = self._rollouts(self.connected(), policy)
+            if self.config.evaluation.before and not self.resume:
+                self._evaluate(tracker, rollouts, policy, "eval_before", 0)
+            outcome = self._train(tracker, rollouts, policy)
+            if self.config.evaluation.after and (outcome.finished or tracker.held_out.enough):
+                self._evaluate(tracker, rollouts, policy, "eval_after", outcome.step)
+            with self._phase():
+                restarts = self.serving.restarts()
+            with needing_room(self.config):
+                return tracker.finish(
+                    backend=self.config.backend,
+                    placement=self.placement.mode,
+                    adapter=outcome.adapter,
+                    restarts=restarts,
+                )
+        finally:
+            tracker.close()
+
+    def _tracker(self) -> Tracker:
+        return Tracker(
+            self.config.run_dir,
+            self.config.grpo.max_steps,
+            display=self.display,
+            samples_per_step=self.config.tracking.samples_per_step,
+            resume_step=step_to_resume(self.config, resume=self.resume),
+            evaluation=self.config.evaluation,
+        )
+
+    def _load_policy(self) -> Any:
+        """The base model under a fresh adapter: a `grpo.Policy`."""
+        os.environ.update(self.placement.trainer_environment())  # Read by torch and CUDA as they are imported.
+        with self._phase(), timed("the trainer's model is loaded", self.display), self._quietly():
+            from trainer_env.training import grpo
+
+            return grpo.load_policy(self.config, self.model)
+
+    def _rollouts(self, server: Server, policy: Any) -> Rollouts:
+        """How training asks. Raises ConfigError for a prompt that does not fit."""
+        sampler = Sampler(
+            server,
+            policy.tokenizer,
+            self.config,
+            eos_token_ids=policy.eos_token_ids,
+            turns=turns(self.placement, server, self.display),
+        )
+        for example in (*self.data.train, *self.data.evaluation):
+            sampler.encode(example.prompt)
+        ranks.join(on_gpu=self.placement.mode != "cpu")
+        ranks.word_of_the_first(server.welcome.server_uuid)
+        return Rollouts(
+            sampler,
+            self.config,
+            Schedule(self.config, self.data.train, ranks=ranks.count()),
+            max_staleness=self.config.max_staleness(self.placement.mode),
+        )
+
+    def _evaluate(self, tracker: Tracker, rollouts: Rollouts, policy: Any, phase: Phase, step: int) -> None:
+        """Answer the held-out examples under adapter version `step`, record it, keep its adapter if it is the best."""
+        if not self.data.evaluation:
+            return
+        with self._phase(), needing_room(self.config), self._quietly():
+            evaluate_run(
+                self.config,
+                sampler=rollouts.sampler,
+                examples=self.data.evaluation,
+                rewards=self.rewards,
+                tracker=tracker,
+                model=policy.model,
+                phase=phase,
+                step=step,
+            )
+
+    def _train(self, tracker: Tracker, rollouts: Rollouts, policy: Any) -> Any:
+        """Train to grpo.max_steps; a `grpo.Outcome`."""
+        from trainer_env.publishing.publisher import Publisher
+        from trainer_env.training import grpo
+
+        every, last = self.config.evaluation.every, self.config.grpo.max_steps
+
+        def after_step(step: int) -> None:
+            if every and step % every == 0 and step < last:
+                self._evaluate(tracker, rollouts, policy, "eval", step)
+
+        config = self.config
+        publisher = Publisher(
+            self.serving.client, timeout_s=config.rollout.publish_timeout_s, dtype=config.publish_dtype
+        )
+        with self._phase(), needing_room(self.config), self._quietly(), self.interrupts.stoppable():
+            return grpo.run(
+                policy,
+                self.config,
+                rewards=self.rewards,
+                rollouts=rollouts,
+                publisher=publisher,
+                tracker=tracker,
+                resume=self.resume,
+                after_step=after_step,
+                enough=lambda: tracker.held_out.enough,
+                stop=self.interrupts.stop,
+            )
+
+    def _phase(self) -> AbstractContextManager[None]:
+        return phase(self.serving, self.interrupts)
+
+    def _quietly(self) -> AbstractContextManager[None]:
+        """What libraries print goes to trainer.log; the display keeps the terminal."""
+        return prints_to(self.config.run_dir / "trainer.log")
+
+
+@contextmanager
+def phase(serving: Serving, interrupts: Interrupts) -> Iterator[None]:
+    """A part of the run that needs the server: if that is gone, say why.
+
+    Libraries catch a KeyboardInterrupt, go on, or make another error of it: here it is one again.
+    """
+    try:
+        yield
+    except Exception as error:
+        if interrupts.ending:
+            raise KeyboardInterrupt from error
+        if isinstance(error, PeerDied) and (died := serving.died()):
+            raise died from None
+        raise
+    if interrupts.ending:
+        raise KeyboardInterrupt
+
+
+def turns(placement: Placement, server: Server, display: Display) -> Turns:
+    """In time-share the halves take turns on their GPU, if the engine can sleep."""
+    if placement.mode != "time-share":
+        return Turns()
+    if SLEEP not in server.welcome.capabilities:
+        display.note("the engine cannot sleep: both halves keep their GPU memory")
+        return Turns()
+    from trainer_env.training.grpo import release_gpu_memory
+
+    return Turns(server, release=release_gpu_memory)
+
+
+@contextmanager
+def timed(what: str, display: Display) -> Iterator[None]:
+    """Say afterwards how long something took."""
+    started = time.monotonic()
+    yield
+    display.status(f"{what} ({time.monotonic() - started:.0f} s)")
