@@ -21,7 +21,7 @@ def process(run, number):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"trainer_env.ranks.rank" in words and f"RANK={number}".encode() in variables:
+        if b"trainer_env.ranks.one_rank" in words and f"RANK={number}".encode() in variables:
             return pid
     pytest.fail(f"there is no process {number}\n{run.report()}")
 

@@ -18,7 +18,7 @@ import lora_files
 from bridge import protocol as p
 from served import generate, score, served
 from server_env.adapters.peft_adapter import read_header
-from trainer_env import proof
+from trainer_env.proof import comparisons
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800), pytest.mark.slow]
 
@@ -87,21 +87,21 @@ def walk(tiny, rng, rank=4):
 
 async def test_honest_publishes_raise_no_alarm(client, tiny, trainer, record_property):
     trainer_base, server_base = trainer(), await scored(client, 0)
-    noise = proof.sigma(trainer_base, server_base)
-    base = proof.base(trainer_base, server_base)
+    noise = comparisons.sigma(trainer_base, server_base)
+    base = comparisons.base(trainer_base, server_base)
     prefix = joined(ROWS)
     found, cached = [], []
     for version, adapter in zip(range(1, PUBLISHES + 1), walk(tiny, random.Random(1)), strict=False):
         await client.ask(adapter.publish(version), adapter.data)
-        ours = proof.less(trainer(adapter), trainer_base)
-        found.append(proof.shift(ours, proof.less(await scored(client, version), server_base), noise))
+        ours = comparisons.less(trainer(adapter), trainer_base)
+        found.append(comparisons.shift(ours, comparisons.less(await scored(client, version), server_base), noise))
         if version % CACHED_EVERY == 0:
             await client.ask(generate(prefix, version=0, max_tokens=1, ignore_eos=True))
             ask = generate(prefix, version=version, max_tokens=8, ignore_eos=True)
             completion = (await client.ask(ask)).completions[0]
             ids = p.unpack_ids(completion.token_ids)
             again = p.unpack_logprobs((await client.ask(score([*prefix, *ids], version=version))).logprobs)
-            cached.append(proof.cached_prefix(p.unpack_logprobs(completion.logprobs), again[-len(ids) :], noise))
+            cached.append(comparisons.cached_prefix(p.unpack_logprobs(completion.logprobs), again[-len(ids) :], noise))
     counts = Counter(finding.verdict for finding in found), Counter(finding.verdict for finding in cached)
     record_property("verdicts", str(counts))
     print(
@@ -141,16 +141,16 @@ async def verdicts(client, trainer, meant, sent, model=None):
     ask = p.Canary(digest=sent.digest, adapter_config=sent.config, rows=rows, deadline_s=120)
     answers = await client.ask(ask, sent.data)
     base, server_base = trainer(model=model), joined(map(p.unpack_logprobs, answers.base))
-    canary = proof.canary(
+    canary = comparisons.canary(
         trainer_base=base,
         trainer=trainer(meant, model),
         without={module: trainer(without(meant, module), model) for module in lora_files.ALL},
         server_base=server_base,
         server=joined(map(p.unpack_logprobs, answers.adapted)),
     )
-    noise = proof.sigma(base, server_base)
-    cached = proof.cached_prefix(p.unpack_logprobs(answers.sampled), p.unpack_logprobs(answers.rescored), noise)
-    return {found.check: found for found in (proof.base(base, server_base), canary, cached)}
+    noise = comparisons.sigma(base, server_base)
+    cached = comparisons.cached_prefix(p.unpack_logprobs(answers.sampled), p.unpack_logprobs(answers.rescored), noise)
+    return {found.check: found for found in (comparisons.base(base, server_base), canary, cached)}
 
 
 def objections(found):

@@ -19,7 +19,7 @@ from engines.alone import MODULES, engine_of, running
 from served import FAKE
 from server_env.adapters.canary import over_a_cached_prefix
 from server_env.engines.engine import EngineGone
-from trainer_env import proof
+from trainer_env.proof import comparisons
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -177,7 +177,7 @@ async def test_a_name_used_twice_meets_a_stale_prefix_cache_on_vllm_and_the_proo
         shutil.rmtree(folder, ignore_errors=True)
         await engine.load_adapter("same", lora_files.make(tiny, seed, rank=8, scale=0.2).write(folder))
         found = await over_a_cached_prefix(engine, "same", [4 + 7 * i % 500 for i in range(68)])
-        verdicts.append(proof.cached_prefix(*found, proof.NOISE_FLOOR).verdict)
+        verdicts.append(comparisons.cached_prefix(*found, comparisons.NOISE_FLOOR).verdict)
         await engine.unload_adapter("same")
     assert verdicts == ["agrees", expected[which]]
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from bridge.errors import SyncMismatch
 from trainer.hf_server import HFServer
-from trainer_env import proof
-from trainer_env.proof import probe
+from trainer_env.proof import comparisons, probe
 from trainer_env.proof.agreement import Figures
 from trainer_env.proof.canary import CanaryWeights, borrowed
 from trainer_env.proof.prover import Prover, SyncWarning
@@ -106,8 +105,8 @@ def test_the_canary_gives_the_adapter_back_bit_for_bit(tiny):
         whole, without = score(), canary.without_each(score)
         assert score() == whole
         assert all(torch.equal(p, p.bfloat16().float()) for p in parameters.values())
-        assert 0.4 < proof.rms(proof.less(whole, base)) < 2.5
-        assert all(proof.rms(proof.less(whole, found)) > 0.1 for found in without.values())
+        assert 0.4 < comparisons.rms(comparisons.less(whole, base)) < 2.5
+        assert all(comparisons.rms(comparisons.less(whole, found)) > 0.1 for found in without.values())
     assert set(without) == {"q_proj", "up_proj"}
     assert score() == base
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_env import proof
+from trainer_env.proof import comparisons
 
 TOKENS = 94
 BFLOAT16 = 0.05
@@ -38,7 +38,7 @@ def honest_shifts(rng, size, mean=BFLOAT16 / 2):
 
 
 def sigma(rng, mean=BFLOAT16 / 2):
-    return proof.sigma(noise(rng, mean=mean), noise(rng, mean=mean))
+    return comparisons.sigma(noise(rng, mean=mean), noise(rng, mean=mean))
 
 
 def test_of_ten_thousand_honest_publishes_none_disagrees():
@@ -49,7 +49,7 @@ def test_of_ten_thousand_honest_publishes_none_disagrees():
         measured = sigma(rng)
         for publish in range(200):
             trainer, server = honest_shifts(rng, 0.01 * 1.04**publish)
-            verdicts.append((publish, proof.shift(trainer, server, measured).verdict))
+            verdicts.append((publish, comparisons.shift(trainer, server, measured).verdict))
     assert all(verdict != "disagrees" for _, verdict in verdicts)
     assert {verdict for publish, verdict in verdicts if publish > 100} == {"agrees"}
     early = [verdict for publish, verdict in verdicts if publish < 10]
@@ -62,7 +62,7 @@ def test_no_noise_and_no_size_of_an_honest_adapter_disagrees(seed, mean, size):
     rng = random.Random(seed)
     measured = sigma(rng, mean)
     trainer, server = honest_shifts(rng, size, mean)
-    assert proof.shift(trainer, server, measured).verdict != "disagrees"
+    assert comparisons.shift(trainer, server, measured).verdict != "disagrees"
 
 
 @settings(max_examples=200, deadline=None)
@@ -74,24 +74,24 @@ def test_an_ignored_adapter_and_another_adapter_disagree(seed, size):
     _, unrelated = honest_shifts(rng, size)
     nothing = plus(noise(rng), noise(rng))
     for server, why in ((nothing, "ignores the adapter"), (unrelated, "another adapter")):
-        found = proof.shift(trainer, server, measured)
+        found = comparisons.shift(trainer, server, measured)
         assert found.verdict == "disagrees"
         assert why in found.why
-    assert "trainer computes without" in proof.shift(nothing, trainer, measured).why
+    assert "trainer computes without" in comparisons.shift(nothing, trainer, measured).why
 
 
 def test_in_float32_a_small_adapter_is_seen_at_once():
     rng = random.Random(1)
     measured = sigma(rng, 1e-5)
     trainer, server = honest_shifts(rng, 0.01, 1e-5)
-    assert proof.shift(trainer, server, measured).verdict == "agrees"
-    assert proof.shift(trainer, [0.0] * TOKENS, measured).verdict == "disagrees"
+    assert comparisons.shift(trainer, server, measured).verdict == "agrees"
+    assert comparisons.shift(trainer, [0.0] * TOKENS, measured).verdict == "disagrees"
 
 
 def test_an_adapter_at_another_scale_disagrees():
     rng = random.Random(2)
     trainer, server = honest_shifts(rng, 1.0)
-    found = proof.shift(trainer, [2 * x for x in server], sigma(rng))
+    found = comparisons.shift(trainer, [2 * x for x in server], sigma(rng))
     assert (found.verdict, "another scale" in found.why) == ("disagrees", True)
 
 
@@ -99,17 +99,17 @@ def test_an_adapter_at_another_scale_disagrees():
 def test_what_is_no_number_disagrees(bad):
     fine = [0.1] * TOKENS
     broken = [bad, *fine[1:]]
-    assert proof.shift(fine, broken, 0.1).verdict == "disagrees"
-    assert proof.base(fine, broken).verdict == "disagrees"
-    assert proof.cached_prefix(fine, broken, 0.1).verdict == "disagrees"
+    assert comparisons.shift(fine, broken, 0.1).verdict == "disagrees"
+    assert comparisons.base(fine, broken).verdict == "disagrees"
+    assert comparisons.cached_prefix(fine, broken, 0.1).verdict == "disagrees"
 
 
 def test_bases_that_differ_by_rounding_agree_and_others_do_not():
     for seed in range(300):
         rng = random.Random(seed)
         logprobs = [-rng.expovariate(0.3) for _ in range(TOKENS)]
-        assert proof.base(plus(logprobs, noise(rng)), plus(logprobs, noise(rng))).verdict == "agrees"
-        assert proof.base(logprobs, plus(logprobs, signal(rng, 0.6))).verdict == "disagrees"
+        assert comparisons.base(plus(logprobs, noise(rng)), plus(logprobs, noise(rng))).verdict == "agrees"
+        assert comparisons.base(logprobs, plus(logprobs, signal(rng, 0.6))).verdict == "disagrees"
 
 
 def canary(rng, dropped="", weak="", mean=BFLOAT16 / 2):
@@ -123,7 +123,7 @@ def canary(rng, dropped="", weak="", mean=BFLOAT16 / 2):
     def computed(*left_out):
         return plus(base, *(effect for name, effect in effects.items() if name not in left_out), noise(rng, mean=mean))
 
-    return proof.canary(
+    return comparisons.canary(
         trainer_base=plus(base, noise(rng, mean=mean)),
         trainer=computed(),
         without={name: computed(name) for name in MODULES},
@@ -152,7 +152,7 @@ def test_a_canary_that_does_too_little_proves_nothing():
     rng = random.Random(3)
     base = [-rng.expovariate(0.3) for _ in range(TOKENS)]
     small = plus(base, signal(rng, 0.1))
-    found = proof.canary(trainer_base=base, trainer=small, without={}, server_base=base, server=small)
+    found = comparisons.canary(trainer_base=base, trainer=small, without={}, server_base=base, server=small)
     assert found.verdict == "inconclusive"
 
 
@@ -161,10 +161,12 @@ def test_a_stale_prefix_disagrees_and_rounding_does_not():
         rng = random.Random(seed)
         measured = sigma(rng)
         scored = [-rng.expovariate(0.5) for _ in range(8)]
-        assert proof.cached_prefix(plus(scored, noise(rng, 8), noise(rng, 8)), scored, measured).verdict == "agrees"
+        assert (
+            comparisons.cached_prefix(plus(scored, noise(rng, 8), noise(rng, 8)), scored, measured).verdict == "agrees"
+        )
         # What is sampled from another distribution is less likely under this one.
         stale = [x + 0.3 + rng.expovariate(1) for x in scored]
-        assert proof.cached_prefix(stale, scored, measured).verdict == "disagrees"
+        assert comparisons.cached_prefix(stale, scored, measured).verdict == "disagrees"
 
 
 def ratio_of(differences):
@@ -172,7 +174,7 @@ def ratio_of(differences):
     n = len(ratios)
     mean = sum(ratios) / n
     error = math.sqrt(max(0.0, sum(x * x for x in ratios) / n - mean * mean) / n)
-    return proof.ratio(mean, error, n, sum(map(abs, differences)) / n)
+    return comparisons.ratio(mean, error, n, sum(map(abs, differences)) / n)
 
 
 def test_the_ratio_of_honest_batches_of_any_size_is_no_alarm():
@@ -187,12 +189,12 @@ def test_a_ratio_that_is_off_is_an_alarm():
     rng = random.Random(5)
     assert ratio_of([x - 0.1 for x in noise(rng)]).verdict == "disagrees"
     assert ratio_of([rng.gauss(0, 1) for _ in range(50)]).verdict == "disagrees"
-    assert proof.ratio(math.nan, math.nan, 100, 0.0).verdict == "disagrees"
+    assert comparisons.ratio(math.nan, math.nan, 100, 0.0).verdict == "disagrees"
 
 
 def test_the_first_of_several_checks_says_what_is_known_and_any_can_object():
     def of(*verdicts):
-        return proof.verdict([proof.Finding("shift", verdict, "") for verdict in verdicts])
+        return comparisons.verdict([comparisons.Finding("shift", verdict, "") for verdict in verdicts])
 
     assert of("agrees", "inconclusive") == "agrees"
     assert of("inconclusive", "agrees") == "inconclusive"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from bridge.protocol import Generate, Sampling, Score, pack_ids, unpack_ids, unpack_logprobs
-from trainer_env import proof
+from trainer_env.proof import comparisons
 from trainer_env.runs.jsonl import write_atomically
 from trainer_env.serving.server import Server
 
@@ -58,7 +58,7 @@ class Probe:
         with base_model:
             self.trainer_base = self.score()
         self.server_base = self.answer(scored)
-        self.noise = proof.sigma(self.trainer_base, self.server_base)
+        self.noise = comparisons.sigma(self.trainer_base, self.server_base)
 
     def score(self) -> list[float]:
         """The trainer's logprobs, under the weights as they are."""

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from bridge.errors import BridgeError, SyncMismatch
 from bridge.protocol import Canary, CanaryScored, pack_ids, unpack_logprobs
-from trainer_env import proof
-from trainer_env.proof import Check, Finding, Verdict
+from trainer_env.proof import comparisons
 from trainer_env.proof.agreement import Figures
 from trainer_env.proof.canary import CanaryWeights, borrowed
+from trainer_env.proof.comparisons import Check, Finding, Verdict
 from trainer_env.proof.probe import Probe, Scorer, chosen, joined
 from trainer_env.publishing.packing import ADAPTER, pack
 from trainer_env.serving.server import Server
@@ -115,7 +115,7 @@ class Prover:
         mean, error, apart = figures.ratio_mean, figures.ratio_error, figures.dlogp_mean_abs
         if mean is None or error is None or apart is None or figures.oldest_version != step:
             return
-        found = proof.ratio(mean, error, figures.tokens, apart)
+        found = comparisons.ratio(mean, error, figures.tokens, apart)
         self._ratio_is_off = found.verdict == "disagrees"
         self._conclude([found], step)
 
@@ -143,8 +143,8 @@ class Prover:
         rows = chosen(self._folder, sampled, self._server.welcome.limits.max_context)
         probe = Probe(rows, self._server, self.scorer, self._model.disable_adapter(), self._timeout_s)
         canary = self._canary(probe)
-        self._verdict = proof.verdict(canary)
-        self._conclude([proof.base(probe.trainer_base, probe.server_base), *canary], 0)
+        self._verdict = comparisons.verdict(canary)
+        self._conclude([comparisons.base(probe.trainer_base, probe.server_base), *canary], 0)
         return probe
 
     def _canary(self, probe: Probe) -> list[Finding]:
@@ -168,14 +168,14 @@ class Prover:
             error.log_path = error.log_path or self._server.welcome.log_path
             raise
         return [
-            proof.canary(
+            comparisons.canary(
                 trainer_base=probe.trainer_base,
                 trainer=whole,
                 without=without,
                 server_base=joined(found.base),
                 server=joined(found.adapted),
             ),
-            proof.cached_prefix(unpack_logprobs(found.sampled), unpack_logprobs(found.rescored), probe.noise),
+            comparisons.cached_prefix(unpack_logprobs(found.sampled), unpack_logprobs(found.rescored), probe.noise),
         ]
 
     def _ask(self, probe: Probe, version: int) -> None:
@@ -191,14 +191,14 @@ class Prover:
         if findings[0].verdict == "disagrees":  # Once more: it may have been a passing fault.
             findings = [self._shift(probe, probe.ask(self._version))]
         if self._proven % self._cached_every == 0:
-            findings.append(proof.cached_prefix(*probe.over_a_cached_prefix(self._version), probe.noise))
+            findings.append(comparisons.cached_prefix(*probe.over_a_cached_prefix(self._version), probe.noise))
         self._proven += 1
-        self._verdict = proof.verdict(findings)
+        self._verdict = comparisons.verdict(findings)
         self._conclude(findings, self._version)
 
     def _shift(self, probe: Probe, asked: Sequence[Future[Any]]) -> Finding:
-        ours = proof.less(self._adapted, probe.trainer_base)
-        return proof.shift(ours, proof.less(probe.answer(asked), probe.server_base), probe.noise)
+        ours = comparisons.less(self._adapted, probe.trainer_base)
+        return comparisons.shift(ours, comparisons.less(probe.answer(asked), probe.server_base), probe.noise)
 
     # ---- what comes of them ------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def _start(rank: int, ranks: int, meeting: Path, words: list[str]) -> Process:
         "NCCL_SOCKET_IFNAME": "lo",
     }
     environment = os.environ | {name: str(value) for name, value in variables.items()}
-    command = [sys.executable, "-m", "trainer_env.ranks.rank", *words]
+    command = [sys.executable, "-m", "trainer_env.ranks.one_rank", *words]
     if rank == 0:
         return subprocess.Popen(command, env=environment, start_new_session=True)
     with log_of(rank, meeting.parent).open("wb") as log:
