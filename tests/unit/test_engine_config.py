@@ -178,15 +178,15 @@ def test_what_an_intent_switches_off_is_said_only_then(backend, intent):
 
 
 @pytest.mark.parametrize(
-    ("backend", "share", "sleep"),
+    ("backend", "share", "native", "sleep"),
     [
-        ("vllm", "--gpu-memory-utilization", "--enable-sleep-mode"),
-        ("sglang", "--mem-fraction-static", "--enable-memory-saver"),
+        ("vllm", "--gpu-memory-utilization", "0.5", "--enable-sleep-mode"),
+        ("sglang", "--mem-fraction-static", "0.4", "--enable-memory-saver"),
     ],
 )
-def test_the_share_of_memory_and_sleep_are_for_gpus(backend, share, sleep):
+def test_the_share_of_memory_and_sleep_are_for_gpus(backend, share, native, sleep):
     assert share not in words(backend, {"memory_share": 0.5})
-    assert value_of(share, words(backend, {"memory_share": 0.5}, device="cuda")) == "0.5"
+    assert value_of(share, words(backend, {"memory_share": 0.5}, device="cuda")) == native
     assert sleep in words(backend, {"sleep": True}, device="cuda")
     with pytest.raises(ConfigError, match=r"server\.sleep"):
         words(backend, {"sleep": True})

@@ -8,6 +8,7 @@ import pytest
 
 from trainer_env import config as configs
 from trainer_env.devices import Device, Devices
+from trainer_env.memory_share import ModelSize
 from trainer_env.placement import Placement, plan
 from trainer_env.serving import left_server
 from trainer_env.serving.left_server import Started, differences, held, read
@@ -98,7 +99,7 @@ def taken(gib: int) -> Devices:
 
 def planned(devices: Devices, tmp_path: Path) -> Placement:
     config = configs.load(Path("configs/demo.toml"), [])
-    return plan(config.placement, left_server.as_it_was_planned(devices, tmp_path), model_bytes=2**30)
+    return plan(config.placement, left_server.as_it_was_planned(devices, tmp_path), model=ModelSize(2**30))
 
 
 def test_whoever_goes_on_with_a_server_plans_as_it_was_planned_for(tmp_path):

@@ -13,6 +13,7 @@ from bridge.errors import ConfigError
 from trainer_env import devices as detection
 from trainer_env.config import PlacementConfig
 from trainer_env.devices import Device, Devices
+from trainer_env.memory_share import ModelSize
 from trainer_env.placement import plan
 
 GIB = 2**30
@@ -161,7 +162,7 @@ def test_time_share_uses_one_gpu_for_both(settings):
         (130, {"trainer_gib": 40.0}, None, "shared", 0.59),
         (130, {}, 30, "time-share", 0.6),
         (70, {}, 3, "shared", 0.34),
-        (40, {}, 3, "time-share", 0.23),
+        (40, {}, 3, "time-share", 0.2),
         (130, {"mode": "time-share"}, 3, "time-share", 0.6),
         (130, {"mode": "shared"}, 20, "shared", 0.4),
         (130, {"mode": "shared"}, None, "shared", 0.6),
@@ -169,11 +170,55 @@ def test_time_share_uses_one_gpu_for_both(settings):
 )
 def test_one_gpu_is_shared_without_turns_when_both_halves_are_known_to_fit(free, settings, model_gib, mode, share):
     devices = Devices(gpus=(gpu(0, free),))
-    model_bytes = None if model_gib is None else model_gib * GIB
-    placement = plan(PlacementConfig(**settings), devices, model_bytes=model_bytes)
+    model = None if model_gib is None else ModelSize(model_gib * GIB)
+    placement = plan(PlacementConfig(**settings), devices, model=model)
     assert placement.mode == mode
     assert placement.memory_share == pytest.approx(share, abs=0.011)
     assert placement.server_settings().get("sleep", False) is (mode == "time-share")
+
+
+SEVEN_B = ModelSize(int(14.2 * GIB))
+
+
+def one_gpu(gib, **settings):
+    device = Device(id="0", total_bytes=gib * GIB, free_bytes=int((gib - 0.4) * GIB))
+    return Devices(gpus=(device,)), PlacementConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("gib", "model", "mode", "at_least"),
+    [
+        (80, SEVEN_B, "shared", 20),
+        (48, SEVEN_B, "time-share", 20),
+        (40, SEVEN_B, "time-share", 18),
+        (24, SEVEN_B._replace(in_4bit=True), "time-share", 16.3),
+    ],
+)
+def test_the_engine_gets_what_a_model_needs_and_the_trainer_keeps_its_weights_beside_it(gib, model, mode, at_least):
+    devices, config = one_gpu(gib)
+    placement = plan(config, devices, model=model)
+    assert placement.mode == mode
+    assert placement.memory_share is not None
+    engine = placement.memory_share * gib
+    assert engine >= at_least
+    assert engine + model.trained / GIB <= gib - 2
+
+
+@pytest.mark.parametrize(
+    ("gib", "model", "settings", "expected"),
+    [
+        (24, SEVEN_B, {}, "model.load_in_4bit=true"),
+        (16, SEVEN_B._replace(in_4bit=True), {}, "a smaller model or a second GPU"),
+        (48, SEVEN_B, {"mode": "shared"}, "--placement time-share"),
+    ],
+)
+def test_a_model_that_does_not_fit_one_gpu_is_refused_with_figures(gib, model, settings, expected):
+    devices, config = one_gpu(gib, **settings)
+    with pytest.raises(ConfigError) as refused:
+        plan(config, devices, model=model)
+    assert expected in str(refused.value)
+    assert f"take {model.weights / GIB + 2:.1f}" in str(refused.value)
+    assert plan(config, devices, model=model, server={"memory_share": 0.5}).mode != "split"  # By hand: as they say.
 
 
 def test_the_engine_is_sized_from_free_memory():
@@ -181,7 +226,7 @@ def test_the_engine_is_sized_from_free_memory():
         devices = Devices(gpus=tuple(gpu(index, size) for index, size in enumerate([*free, 140])))
         return plan(PlacementConfig(server_gpus=tuple(range(len(free)))), devices).memory_share
 
-    assert share(140) == 0.9
+    assert share(140) is None  # Its own choice: it knows what the rest is for.
     assert share(70) == 0.45
     assert share(140, 70) == 0.45
     assert share(7.1) == 0.01

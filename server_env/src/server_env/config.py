@@ -38,7 +38,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     context_length: Annotated[int, msgspec.Meta(ge=2)] | None = None
     """Tokens of prompt and completion together."""
     memory_share: Share | None = None
-    """Part of the device's memory that the engine may take, weights and KV cache together. GPU only."""
+    """Part of the device's memory that the engine may take in all; None: what it chooses itself. GPU only."""
     cpu_kv_gib: Count = 2
     """GiB of main memory for the KV cache. CPU only."""
     prefix_cache: bool = True

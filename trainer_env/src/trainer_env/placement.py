@@ -1,6 +1,5 @@
 """Which devices each half gets. A plan is a pure function of the config and of what the machine has."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,19 +8,10 @@ import msgspec
 from bridge.errors import ConfigError
 from trainer_env.config import PlacementConfig
 from trainer_env.devices import Device, Devices, gib
+from trainer_env.memory_share import LEAST_SHARED, ModelSize, fits, require_fit, share, trainer_bytes
 
 Mode = Literal["split", "shared", "time-share", "cpu"]
 
-_MARGIN = 0.05
-"""Share of a GPU left alone beside what the engine takes: the driver and CUDA's own memory."""
-_MOST = {"split": 0.9, "shared": 0.6, "time-share": 0.6}
-"""The largest share for the engine; on one GPU the trainer's weights at least stay beside it."""
-_LEAST_SHARED = 0.3
-"""With less for the engine beside a trainer that keeps its memory, the halves take turns."""
-_TRAINER_BYTES = 6 * 2**30
-_TRAINER_WEIGHTS = 3
-"""What a trainer is thought to need: so many bytes, and so many times the model's weights. The H200 runs in
-docs/benchmarks.md stay below."""
 _LEAST_FREE = 2**30
 _ON_GPUS = ("split", "shared", "time-share")
 
@@ -98,13 +88,13 @@ def plan(
     *,
     overlap: bool = False,
     server: Mapping[str, Any] | None = None,
-    model_bytes: int | None = None,
+    model: ModelSize | None = None,
 ) -> Placement:
     """Explicit devices win, then CUDA_VISIBLE_DEVICES, then what is there. Raises ConfigError.
 
     overlap: the halves work at the same time; on a CPU they then share the cores instead of taking turns. server: the
-    user's `[server]`, which may say how many GPUs that half needs. model_bytes: of its weights, where they are known:
-    one GPU is shared without turns when both halves fit.
+    user's `[server]`, which may say how many GPUs that half needs, and how much of their memory. model: its size, where
+    that is known: one GPU is shared without turns when both halves fit, and a model that cannot fit is refused.
     """
     server_ids, trainer_ids = ([str(item) for item in ids] for ids in (config.server_gpus, config.trainer_gpus))
     given = bool(server_ids or trainer_ids)
@@ -117,22 +107,24 @@ def plan(
             )
         return _on_cpu(config, devices.cores, overlap=overlap)
     serving, training = _named(server_ids, devices, "server"), _named(trainer_ids, devices, "trainer")
-    need = _trainer_needs(config, model_bytes)
-    if mode in ("time-share", "shared"):
+    if mode == "split":
+        serving, training = _two_sets(serving, training, devices, _gpus_wanted(server or {}))
+    else:
         device = _one_gpu(serving, training, devices, mode)
         serving, training = (device,), (device,)
-        if config.mode == "auto" and (_memory_share(serving, _MOST["shared"], need) or 0) >= _LEAST_SHARED:
+        if config.mode == "auto" and _fit_at_once(config, device, model):
             mode = "shared"
-    else:
-        serving, training = _two_sets(serving, training, devices, _gpus_wanted(server or {}))
     for device in {device.id: device for device in (*serving, *training)}.values():
         _require_room(device)
+    engines = share(mode, serving, model, trainer_bytes(mode, model, _given_bytes(config)) or 0)
+    if mode != "split" and "memory_share" not in (server or {}):
+        require_fit(mode, engines, serving[0], model)
     return Placement(
         mode=mode,
         server=serving,
         trainer=training,
         ranks=len(training),
-        memory_share=_memory_share(serving, _MOST[mode], (need or 0) if mode == "shared" else 0),
+        memory_share=engines,
         cores=devices.cores,
         server_threads=config.server_threads,
         trainer_threads=config.trainer_threads,
@@ -193,11 +185,17 @@ def _named(ids: Sequence[str], devices: Devices, half: str) -> tuple[Device, ...
     return found
 
 
-def _trainer_needs(config: PlacementConfig, model_bytes: int | None) -> int | None:
-    """Bytes of GPU memory beside the engine; None when nobody knows."""
-    if config.trainer_gib:
-        return int(config.trainer_gib * 2**30)
-    return None if model_bytes is None else _TRAINER_BYTES + _TRAINER_WEIGHTS * model_bytes
+def _given_bytes(config: PlacementConfig) -> int:
+    return int(config.trainer_gib * 2**30)
+
+
+def _fit_at_once(config: PlacementConfig, device: Device, model: ModelSize | None) -> bool:
+    """Whether both halves are known to fit on one GPU, each keeping its memory."""
+    beside = trainer_bytes("shared", model, _given_bytes(config))
+    if beside is None:
+        return False
+    engines = share("shared", [device], model, beside) or 0
+    return engines >= LEAST_SHARED and fits(engines, device, model)
 
 
 def _one_gpu(server: tuple[Device, ...], trainer: tuple[Device, ...], devices: Devices, mode: Mode) -> Device:
@@ -269,23 +267,6 @@ def _require_room(device: Device) -> None:
             why=f"Its memory is held by {', '.join(device.holders) or 'processes that the driver does not name'}.",
             remedy="End them, or name other GPUs.",
         )
-
-
-def _memory_share(server: Sequence[Device], most: float, beside: int | None = 0) -> float | None:
-    """What the engine may take of each of its GPUs: of the fullest one's free memory, a margin less.
-
-    beside: bytes of it for the trainer. None when a GPU's memory or that is not known.
-    """
-    if beside is None:
-        return None
-    shares = [
-        (device.free_bytes - beside) / device.total_bytes
-        for device in server
-        if device.free_bytes and device.total_bytes
-    ]
-    if len(shares) < len(server):
-        return None
-    return max(0.01, min(most, math.floor((min(shares) - _MARGIN) * 100) / 100))
 
 
 def _environment(devices: Sequence[Device], threads: int) -> dict[str, str]:

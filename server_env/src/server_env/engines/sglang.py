@@ -22,6 +22,9 @@ RESERVED = ("--config", "--host", "--port", "--api-key", "--admin-api-key", "--d
 SPARE_CONTEXT = 6
 """SGLang refuses a prompt that comes so near to the end of its context, and stops some tokens before it."""
 
+ON_TOP = 0.1
+"""Share of a GPU for activations and CUDA graphs, beside SGLang's weights and cache."""
+
 CPU_STAND_INS = Path(__file__).with_name("sglang_cpu")
 """On PYTHONPATH of a CPU run only: see sitecustomize.py there."""
 
@@ -145,7 +148,7 @@ def resolve(server: "ServerConfig", native: SGLangConfig, device: str) -> SGLang
         "max_loaded_loras": server.held,
     }
     if device == "cuda":
-        intents["mem_fraction_static"] = server.memory_share
+        intents["mem_fraction_static"] = _static(server.memory_share)
     else:
         intents |= {
             "attention_backend": "torch_native",
@@ -157,6 +160,11 @@ def resolve(server: "ServerConfig", native: SGLangConfig, device: str) -> SGLang
     resolved = flags.merged(intents, native)
     _check(resolved, server, device)
     return resolved
+
+
+def _static(share: float | None) -> float | None:
+    """SGLang's own share leaves out activations and CUDA graphs, which come on top: a tenth of the GPU is for those."""
+    return None if share is None else max(0.01, round(share - ON_TOP, 3))
 
 
 def _context(wanted: int | None, base: BaseModel) -> int | None:

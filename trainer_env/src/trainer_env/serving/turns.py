@@ -1,5 +1,6 @@
 """Whose turn it is on one GPU: in time-share the server gives its memory back while the trainer trains."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,10 @@ from trainer_env.serving.server import Server
 
 SLEEP = "sleep"
 """The capability of a server that can give memory back."""
+
+
+TURN_S = 120.0
+"""For the server to fall asleep, or to wake."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,18 @@ class Turned:
         return (self.sleep_s or 0.0) + (self.wake_s or 0.0)
 
 
+def sleep_first(server: Server, timeout_s: float = TURN_S) -> None:
+    """The trainer is about to load: the server sleeps, if it can. Raises what it answers."""
+    if SLEEP in server.welcome.capabilities:
+        server.ask(Sleep(deadline_s=timeout_s))
+
+
+def release_gpu_memory() -> None:
+    """Give back what torch keeps on the GPU for itself, for the other half to take. Without torch that is nothing."""
+    if torch := sys.modules.get("torch"):
+        torch.cuda.empty_cache()
+
+
 class Turns:
     """Without a server the two halves compute whenever they like.
 
@@ -41,7 +58,7 @@ class Turns:
         server: Server | None = None,
         *,
         release: Callable[[], None] = lambda: None,
-        timeout_s: float = 120.0,
+        timeout_s: float = TURN_S,
     ) -> None:
         self._server = server
         self._release = release

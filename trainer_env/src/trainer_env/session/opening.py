@@ -13,6 +13,7 @@ from trainer_env.config import TrainConfig, changed, load, named
 from trainer_env.config.rules import require_whole_groups
 from trainer_env.devices import detect
 from trainer_env.display import in_kernel
+from trainer_env.memory_share import ModelSize
 from trainer_env.models import weights_bytes
 from trainer_env.placement import Placement, plan
 from trainer_env.runs.checkpoints import last_checkpoint
@@ -56,10 +57,15 @@ def place(config: TrainConfig, source: str) -> Placement:
         as_it_was_planned(detect(), config.run_dir),
         overlap=config.lookahead("cpu") > 0,
         server=config.server,
-        model_bytes=weights_bytes(config.model.name),
+        model=_size(config),
     )
     require_whole_groups(config, placement.ranks, source)
     return placement
+
+
+def _size(config: TrainConfig) -> ModelSize | None:
+    weights = weights_bytes(config.model.name)
+    return None if weights is None else ModelSize(weights, in_4bit=config.model.load_in_4bit)
 
 
 def place_in_one_process(config: TrainConfig, source: str) -> Placement:

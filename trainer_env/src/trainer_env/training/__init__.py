@@ -24,7 +24,7 @@ from trainer_env.sampling.rollouts import Rollouts
 from trainer_env.sampling.sampler import Sampler
 from trainer_env.serving import Serving
 from trainer_env.serving.server import Server
-from trainer_env.serving.turns import SLEEP, Turns
+from trainer_env.serving.turns import SLEEP, Turns, release_gpu_memory, sleep_first
 from trainer_env.training.interrupts import Interrupts
 
 
@@ -53,6 +53,8 @@ class Training:
         """
         tracker = self._tracker()
         try:
+            if self.placement.mode in ("shared", "time-share"):
+                self._engine_first()
             policy = self._load_policy()
             rollouts = self._rollouts(self.connected(), policy)
             if self.config.evaluation.before and not self.resume:
@@ -81,6 +83,13 @@ class Training:
             resume_step=step_to_resume(self.config, resume=self.resume),
             evaluation=self.config.evaluation,
         )
+
+    def _engine_first(self) -> None:
+        """An engine that starts counts what somebody else loads on its GPU meanwhile as its own, and has too little."""
+        server = self.connected()
+        if self.placement.mode == "time-share":
+            with self._phase():
+                sleep_first(server)
 
     def _load_policy(self) -> Any:
         """The base model under a fresh adapter: a `grpo.Policy`."""
@@ -188,8 +197,6 @@ def turns(placement: Placement, server: Server, display: Display) -> Turns:
     if SLEEP not in server.welcome.capabilities:
         display.note("the engine cannot sleep: both halves keep their GPU memory")
         return Turns()
-    from trainer_env.training.grpo import release_gpu_memory
-
     return Turns(server, release=release_gpu_memory)
 
 

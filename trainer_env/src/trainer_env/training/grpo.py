@@ -4,7 +4,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -123,12 +122,6 @@ def load_policy(config: TrainConfig, model_path: str) -> Policy:
     tokenizer.padding_side = "left"
     _pad_with_a_token_of_its_own(tokenizer)
     return Policy(model, tokenizer)
-
-
-def release_gpu_memory() -> None:
-    """Give back what torch keeps on the GPU for itself, for the other half to take. Without torch that is nothing."""
-    if torch := sys.modules.get("torch"):
-        torch.cuda.empty_cache()
 
 
 def run(
