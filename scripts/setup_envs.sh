@@ -1,6 +1,6 @@
 #!/bin/sh
 # Build Tandem's isolated environments (trainer, server-vllm, server-sglang) from envs.lock.
-#   scripts/setup_envs.sh [--only NAME ...] [--dev] [--notebook] [--accelerator cpu|cuda]
+#   scripts/setup_envs.sh [--only NAME ...] [--dev] [--notebook] [--accelerator cpu|cuda|any]
 # A repeat takes about a second; an interrupted run is safe to repeat.
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)

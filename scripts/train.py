@@ -32,7 +32,8 @@ def main() -> NoReturn:
         sys.exit(f"train.py needs Python 3.11 or newer, and this is {sys.version.split()[0]}: run it with python3.11.")
     arguments = load_arguments()
     if sys.argv[1:2] and sys.argv[1] in arguments.COMMANDS:
-        prepare(["trainer"], "auto")
+        # They train nothing: whatever environment is there will do, and a job elsewhere may be running from it.
+        prepare(["trainer"], "any")
         become_tandem_train()
     parsed = arguments.parse(prog="train.py")
     settings = read_settings(parsed.config, arguments.to_overrides(parsed))
@@ -95,7 +96,10 @@ def accelerator(settings: dict[str, Any]) -> str:
 
 
 def prepare(names: list[str], kind: str) -> None:
-    """Build the environments that are missing or out of date. Ends the process when that fails."""
+    """Build the environments that are missing or out of date. Ends the process when that fails.
+
+    kind: cpu, cuda, auto, or any: see setup_envs.sh.
+    """
     command = ["sh", str(SETUP), "--only", *names, "--venvs", str(venvs())]
     command += [] if kind == "auto" else ["--accelerator", kind]
     try:

@@ -13,6 +13,8 @@ from environments.errors import Interrupted, SetupError
 from environments.processes import stop_on_signals
 from environments.uv import find_or_install
 
+_ACCELERATOR = "default: cuda where a GPU is visible; any: as it is installed already, for whichever of the two"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 all environments are ready, 1 something failed, 130 interrupted."""
@@ -47,7 +49,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--dev", action="store_true", help="the development environment as well")
     parser.add_argument("--notebook", action="store_true", help="make the trainer's environment a Jupyter kernel")
-    parser.add_argument("--accelerator", choices=("cpu", "cuda"), help="default: cuda where a GPU is visible")
+    parser.add_argument("--accelerator", choices=("cpu", "cuda", "any"), help=_ACCELERATOR)
     parser.add_argument("--python", type=Path, help="the Python to build with (default: one that the lock names)")
     parser.add_argument("--venvs", type=Path, default=catalogue.VENVS, help="where to build (default: .venvs)")
     parser.add_argument("--lock", type=Path, default=catalogue.LOCK, help="the lock (default: envs.lock)")
@@ -61,9 +63,20 @@ def _plans(options: argparse.Namespace) -> list[install.Plan]:
     if options.notebook and "trainer" not in chosen:
         chosen.append("trainer")
     names = list(dict.fromkeys(chosen))
+    if options.accelerator != "any":
+        return _plans_for(names, lock, options.accelerator, options)
+    found = [install.installed(catalogue.ENVIRONMENTS[name], lock, catalogue.ROOT, options.venvs) for name in names]
+    plans = [plan for plan in found if plan]
+    missing = [name for name in names if name not in {plan.environment.name for plan in plans}]
+    return plans + (_plans_for(missing, lock, None, options) if missing else [])
+
+
+def _plans_for(
+    names: list[str], lock: lockfile.Lock, wanted: str | None, options: argparse.Namespace
+) -> list[install.Plan]:
     # A machine that is told to use its CPU may have a broken driver: do not ask it.
-    gpus = [] if options.accelerator == "cpu" or names == ["dev"] else preflight.gpus()
-    accelerator = options.accelerator or ("cuda" if gpus else "cpu")
+    gpus = [] if wanted == "cpu" or names == ["dev"] else preflight.gpus()
+    accelerator = wanted or ("cuda" if gpus else "cpu")
     plans = []
     for name in names:
         python, version = preflight.find_python(lock, name, accelerator, options.python)
@@ -105,13 +118,17 @@ def _install(plans: list[install.Plan], options: argparse.Namespace) -> Sequence
 
 
 def _one(plan: install.Plan, uv: Path) -> install.Result:
-    gigabytes = plan.section.download_bytes / 1e9
-    name, count = plan.environment.name, len(plan.section.packages)
-    say(f"{name}: {plan.section.key}, {count} packages, {gigabytes:.1f} GB of wheels")
+    if not install.is_complete(plan):
+        gigabytes = plan.section.download_bytes / 1e9
+        name, count = plan.environment.name, len(plan.section.packages)
+        say(f"{name}: {plan.section.key}, {count} packages, {gigabytes:.1f} GB of wheels")
     return install.install(plan, uv)
 
 
 def _report(plan: install.Plan, result: install.Result) -> None:
+    if not (result.built or result.check_s):
+        say(f"{plan.environment.name}: ready, built before ({plan.section.key})")
+        return
     times = f"installed in {result.install_s:.1f} s, checked in {result.check_s:.1f} s"
     say(f"{plan.environment.name}: ready, {times}", *(f"  {note}" for note in result.notes))
 

@@ -51,18 +51,30 @@ def point(link: Path, build: Path) -> None:
     aside.replace(link)
 
 
-def remove_others(link: Path, keep: Path) -> None:
-    """Remove the builds of `link` other than `keep`, except those a live process still runs from."""
+def remove_stale(link: Path, keep: Path) -> None:
+    """Remove the builds of `link` that `keep` replaces, except those a live process of this host still runs from.
+
+    It replaces those for its own accelerator, and what is incomplete. A build for the other accelerator stays: another
+    host may run from it, and to go back to it is a matter of the link.
+    """
     prefix = f"{link.name}-"
+    accelerator = _accelerator(keep)
     others = [
         path
         for path in link.parent.iterdir()
-        if path != keep and path.name.startswith(prefix) and _is_digest(path.name[len(prefix) :])
+        if path != keep
+        and path.name.startswith(prefix)
+        and _is_digest(path.name[len(prefix) :])
+        and (read_marker(path) is None or _accelerator(path) == accelerator)
     ]
     busy = _mapped_files() if others else ""
     for path in others:
         if f"{path}/" not in busy:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _accelerator(build: Path) -> str | None:
+    return (read_marker(build) or {}).get("accelerator")
 
 
 def _is_digest(text: str) -> bool:

@@ -11,7 +11,7 @@ from environments import atomic, smoke
 from environments.catalogue import Environment
 from environments.errors import SetupError
 from environments.failures import explain
-from environments.lockfile import Section
+from environments.lockfile import Lock, Section
 from environments.locking import hold
 from environments.processes import run
 from environments.uv import environment as uv_environment
@@ -76,16 +76,30 @@ def _baked_in(pyproject: Path) -> str:
     return f"{pyproject.parent} {kept}"
 
 
+def installed(environment: Environment, lock: Lock, root: Path, venvs: Path) -> Plan | None:
+    """The plan of a build that is there and as the lock has it, for whichever accelerator and Python.
+
+    Of several the one switched to; None when there is none. It is taken as it is: no check is due.
+    """
+    plans = [
+        Plan(environment, section, section.accelerator, venvs / environment.name, root, venvs, gpu=False, check=False)
+        for section in lock.sections.values()
+        if section.environment == environment.name
+    ]
+    return next(iter(sorted(filter(is_complete, plans), key=_linked, reverse=True)), None)
+
+
 def is_ready(plan: Plan) -> bool:
     """Whether the environment is complete, switched to, and has nothing left to check."""
-    return _linked(plan) and _complete(plan) and not _check_is_due(plan)
+    return _linked(plan) and is_complete(plan) and not _check_is_due(plan)
 
 
 def _linked(plan: Plan) -> bool:
     return plan.link.is_symlink() and plan.link.readlink() == Path(plan.build.name)
 
 
-def _complete(plan: Plan) -> bool:
+def is_complete(plan: Plan) -> bool:
+    """Whether the environment is built, be it the one switched to or not."""
     return atomic.read_marker(plan.build) is not None and (plan.build / "bin" / "python").exists()
 
 
@@ -112,9 +126,12 @@ def install(plan: Plan, uv: Path) -> Result:
                 why="it is a folder that this script did not make",
                 remedy="move it aside, or choose another place with --venvs DIR",
             )
+        if is_complete(plan) and not _check_is_due(plan):
+            _switch(plan)
+            return Result(built=False)
         began = time.monotonic()
         log = atomic.new_log(plan.build_root, plan.environment.name)
-        built = not _complete(plan)
+        built = not is_complete(plan)
         if built:
             _build(plan, uv, log, descriptor)
         installed = time.monotonic()
@@ -143,9 +160,13 @@ def install(plan: Plan, uv: Path) -> Result:
                 "check_s": round(checked - installed, 1),
             },
         )
-        atomic.point(plan.link, plan.build)
-        atomic.remove_others(plan.link, plan.build)
+        _switch(plan)
     return Result(built, installed - began, checked - installed, tuple(outcome.notes) if outcome else ())
+
+
+def _switch(plan: Plan) -> None:
+    atomic.point(plan.link, plan.build)
+    atomic.remove_stale(plan.link, plan.build)
 
 
 def _build(plan: Plan, uv: Path, log: Path, descriptor: int) -> None:

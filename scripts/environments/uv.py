@@ -114,7 +114,7 @@ def _install(requirement: str, venvs: Path) -> Path:
         if not (atomic.read_marker(built) and program.exists()):
             _build(built, requirement, venvs, descriptor)
         atomic.point(link, built)
-        atomic.remove_others(link, built)
+        atomic.remove_stale(link, built)
     return program
 
 

@@ -47,6 +47,7 @@ class Lab:
 
     def __init__(self, folder, cache):
         self.folder = folder
+        self.name = "dev"
         self.venvs = folder / "venvs"
         self.wheels = folder / "wheels"
         self.wheels.mkdir()
@@ -82,14 +83,17 @@ class Lab:
 
     @property
     def link(self):
-        return self.venvs / "dev"
+        return self.venvs / self.name
 
     def write_lock(self, *lines):
-        self.lock.write_text(wheelhouse.lock_text(("dev", "any", [self.backend, *(lines or [self.tiny])])))
+        packages = [self.backend, *(lines or [self.tiny])]
+        accelerators = ["any"] if self.name == "dev" else ["cpu", "cuda"]
+        self.lock.write_text(wheelhouse.lock_text(*((self.name, kind, packages) for kind in accelerators)))
 
-    def start(self, *arguments, **variables):
+    def start(self, *arguments, check=False, **variables):
         # A test runner in the background ignores SIGINT, and its children would as well.
-        command = ["env", "--default-signal=INT", "sh", str(SETUP), "--only", "dev", "--skip-check"]
+        command = ["env", "--default-signal=INT", "sh", str(SETUP), "--only", self.name]
+        command += [] if check else ["--skip-check"]
         process = subprocess.Popen(
             [*command, "--lock", str(self.lock), "--venvs", str(self.venvs), *arguments],
             env={**self.variables, **variables},
@@ -101,8 +105,8 @@ class Lab:
         self.started.append(process)
         return process
 
-    def run(self, *arguments, **variables):
-        process = self.start(*arguments, **variables)
+    def run(self, *arguments, check=False, **variables):
+        process = self.start(*arguments, check=check, **variables)
         out, err = process.communicate(timeout=DEADLINE_S)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -116,7 +120,13 @@ class Lab:
             time.sleep(0.02)
 
     def builds(self):
-        return sorted(path.name for path in self.venvs.glob("dev-*"))
+        return sorted(path.name for path in self.venvs.glob(f"{self.name}-*"))
+
+    def marker(self):
+        return json.loads((self.link / atomic.MARKER).read_text())
+
+    def linked(self):
+        return self.link.resolve().name
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +139,20 @@ def lab(tmp_path, cache):
     made = Lab(tmp_path, cache)
     yield made
     made.close()
+
+
+@pytest.fixture
+def halves(lab):
+    """The lab with an environment that is locked for either accelerator."""
+    lab.name = "trainer"
+    lab.write_lock()
+    return lab
+
+
+def set_up(lab, *arguments, **options):
+    done = lab.run(*arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def assert_works(lab, version="1.0"):
@@ -264,6 +288,79 @@ def test_a_build_that_a_process_runs_from_is_kept(lab):
     assert not old.exists()
 
 
+def test_to_the_other_accelerator_and_back_is_a_flip_of_the_link(halves):
+    set_up(halves, "--accelerator", "cuda")
+    cuda = halves.linked()
+    set_up(halves, "--accelerator", "cpu")
+    cpu = halves.linked()
+    assert halves.builds() == sorted([cpu, cuda])
+    calls = halves.calls()
+    for accelerator, build in (("cuda", cuda), ("cpu", cpu)):
+        done = set_up(halves, "--accelerator", accelerator)
+        assert f"trainer: ready, built before (trainer.{accelerator}." in done.stdout
+        assert halves.linked() == build
+    assert halves.calls() == calls
+
+
+def test_a_build_that_was_checked_is_not_checked_again_for_a_flip(halves):
+    set_up(halves, "--accelerator", "cuda")
+    set_up(halves, "--accelerator", "cpu")
+    marker = halves.marker() | {"check": {"state": "", "imports": "passed", "options": "none"}}
+    atomic.write_marker(halves.link.resolve(), marker)
+    set_up(halves, "--accelerator", "cuda")
+    set_up(halves, "--accelerator", "cpu", check=True)  # Its imports would fail: unsloth is not in the lab.
+    assert halves.marker() == marker
+
+
+def test_a_changed_lock_removes_only_builds_for_the_same_accelerator(halves):
+    set_up(halves, "--accelerator", "cuda")
+    cuda = halves.linked()
+    set_up(halves, "--accelerator", "cpu")
+    halves.write_lock(wheelhouse.make_wheel(halves.wheels, "tiny", "2.0"))
+    set_up(halves, "--accelerator", "cpu")
+    assert halves.builds() == sorted([cuda, halves.linked()])
+    set_up(halves, "--accelerator", "cuda")
+    assert len(halves.builds()) == 2
+    assert cuda not in halves.builds()
+
+
+def test_an_incomplete_build_is_removed_whatever_it_was_for(halves):
+    set_up(halves, "--accelerator", "cuda")
+    (halves.link / atomic.MARKER).unlink()
+    set_up(halves, "--accelerator", "cpu")
+    assert halves.builds() == [halves.linked()]
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_any_leaves_what_is_there_as_it_is_whatever_it_was_built_for(halves, accelerator):
+    set_up(halves, "--accelerator", accelerator)
+    build, calls = halves.linked(), halves.calls()
+    # No GPU, no nvidia-smi: left to itself it would take the CPU. And nothing is left to check.
+    done = set_up(halves, "--accelerator", "any", check=True, TANDEM_UV="/nonexistent")
+    assert f"trainer: up to date (trainer.{accelerator}." in done.stdout
+    assert (halves.linked(), halves.builds(), halves.calls()) == (build, [build], calls)
+
+
+def test_any_builds_what_this_machine_needs_where_nothing_current_is_there(halves):
+    set_up(halves, "--accelerator", "any")
+    assert halves.marker()["accelerator"] == "cpu"
+    set_up(halves, "--accelerator", "cuda")
+    cuda = halves.linked()
+    halves.write_lock(wheelhouse.make_wheel(halves.wheels, "tiny", "2.0"))
+    set_up(halves, "--accelerator", "any")
+    assert halves.marker()["accelerator"] == "cpu"
+    assert halves.builds() == sorted([cuda, halves.linked()])
+
+
+def test_any_switches_to_a_current_build_rather_than_make_one(halves):
+    set_up(halves, "--accelerator", "cuda")
+    cuda, calls = halves.linked(), halves.calls()
+    halves.link.unlink()
+    set_up(halves, "--accelerator", "any")
+    assert halves.linked() == cuda
+    assert halves.calls() == calls
+
+
 def test_a_damaged_build_is_built_again(lab):
     assert lab.run().returncode == 0
     (lab.link / atomic.MARKER).unlink()
@@ -330,7 +427,7 @@ def test_a_python_that_is_too_old_is_refused_in_one_line(tmp_path):
 
 def test_a_marker_says_what_was_built(lab):
     assert lab.run().returncode == 0
-    marker = json.loads((lab.link / atomic.MARKER).read_text())
+    marker = lab.marker()
     assert marker["section"] == f"dev.any.py{wheelhouse.PYTHON.replace('.', '')}"
     assert marker["check"] is None
     assert lab.link.resolve().name == f"dev-{marker['digest']}"

@@ -98,6 +98,13 @@ def test_only_the_environments_that_the_run_needs_are_prepared(checkout, argv, v
     assert expected in setup_line(run(checkout, *argv, **variables))
 
 
+@pytest.mark.parametrize("command", ["report", "export", "config", "evaluate"])
+def test_what_trains_nothing_takes_whatever_trainer_environment_is_there(checkout, command):
+    done = run(checkout, command, "one", CUDA_VISIBLE_DEVICES="")
+    assert setup_line(done) == f"setup: --only trainer --venvs {checkout}/.venvs --accelerator any"
+    assert f"train: {command} one" in done.stdout
+
+
 def test_a_gpu_is_left_for_setup_to_find(checkout):
     assert "--accelerator" not in setup_line(run(checkout, CUDA_VISIBLE_DEVICES="0"))
 

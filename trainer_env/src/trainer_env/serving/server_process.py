@@ -69,7 +69,8 @@ class ServerProcess:
     ) -> None:
         self.run_dir = run_dir
         self.log_path = run_dir / "server.log"
-        self._program = environment_folder(backend) / "bin" / "tandem-server"
+        # The build itself, not the link to it: whoever sets up for another accelerator does not change this run's.
+        self._program = environment_folder(backend).resolve() / "bin" / "tandem-server"
         self._backend = backend
         self._environment = environment
         self._free_bytes = free_bytes
