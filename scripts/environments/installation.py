@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from environments import atomic, smoke
+from environments import atomic, compiling, smoke
 from environments.findings import Finding
 from environments.install import Plan
 from environments.processes import clean_environment
@@ -42,7 +42,7 @@ def environment(plan: Plan) -> list[Finding]:
     if not (plan.link / "bin" / "python").exists():
         missing = "warning" if plan.environment.engine else "failure"
         return [Finding(name, missing, f"{plan.link} is not installed", f"{_SETUP} --only {name}")]
-    return [_against_lock(plan), *_options(plan), *_compiled(plan)]
+    return [_against_lock(plan), *_options(plan), *compiling.check(plan, installed(plan)), *_compiled(plan)]
 
 
 def _against_lock(plan: Plan) -> Finding:
@@ -62,16 +62,21 @@ def _against_lock(plan: Plan) -> Finding:
 
 def differences(plan: Plan) -> list[str]:
     """Packages of the environment that are not as the lock has them."""
+    found = installed(plan)
+    return [
+        f"{name} {found.get(name, 'is missing')} instead of {version}"
+        for name, version in plan.section.pins.items()
+        if found.get(name) != version
+    ]
+
+
+def installed(plan: Plan) -> dict[str, str]:
+    """Version by package name, of what the environment has."""
     folders = [str(path) for path in plan.link.glob("lib/python3*/site-packages")]
-    installed = {
+    return {
         re.sub(r"[-_.]+", "-", distribution.name).lower(): distribution.version
         for distribution in importlib.metadata.distributions(path=folders)
     }
-    return [
-        f"{name} {installed.get(name, 'is missing')} instead of {version}"
-        for name, version in plan.section.pins.items()
-        if installed.get(name) != version
-    ]
 
 
 def _options(plan: Plan) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import pytest
 
 import doctor
 import wheelhouse
-from environments import atomic, catalogue, installation, lockfile, machine
+from environments import atomic, catalogue, compiling, installation, lockfile, machine
 from environments.errors import SetupError
 from environments.findings import Finding, exit_status
 from environments.preflight import Gpu
@@ -137,6 +137,65 @@ def test_an_environment_made_by_hand_is_a_warning(installed):
 def test_a_missing_option_list_is_a_warning(installed):
     (installed.plan("server-vllm").build / "engine_options.json").unlink()
     assert installed.check("server-vllm")["server-vllm options"].status == "warning"
+
+
+def on_cuda(installed, name="server-vllm"):
+    return dataclasses.replace(installed.plan(name), accelerator="cuda")
+
+
+def test_an_engine_on_a_gpu_needs_ninja_in_its_environment(installed):
+    ninja = installed.plan("server-vllm").build / "bin" / "ninja"
+
+    def found():
+        return {finding.name: finding for finding in installation.environment(on_cuda(installed))}["server-vllm ninja"]
+
+    assert found().status == "warning"
+    assert "setup_envs.sh --only server-vllm" in found().remedy
+    ninja.touch()
+    assert found().status == "ok"
+    assert not list(compiling.check(installed.plan("server-vllm"), {}))
+    assert not list(compiling.check(on_cuda(installed, "trainer"), {}))
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "runtime", "status"),
+    [
+        ("13.5.37", "13.0.96", "warning"),
+        ("13.0.88", "13.0.96", "ok"),
+        ("13.0.88", "13.2.75", "warning"),
+        (None, "13.0.96", "ok"),
+    ],
+)
+def test_a_compiler_and_headers_of_two_cuda_releases_are_a_warning(installed, tmp_path, nvcc, runtime, status):
+    plan = on_cuda(installed)
+    versions = {"nvidia-cuda-runtime": runtime, **({"nvidia-cuda-nvcc": nvcc} if nvcc else {})}
+    own = plan.link / "lib/python3.11/site-packages/nvidia/cu13"
+    (own / "bin").mkdir(parents=True)
+    (own / "bin" / "nvcc").touch(mode=0o755)
+    for variables in ({"PATH": ""}, {"CUDA_HOME": str(own)}):
+        finding = list(compiling.check(plan, versions, variables, tmp_path / "no-toolkit"))[1]
+        assert (finding.name, finding.status) == ("server-vllm nvcc", status)
+        if status == "warning":
+            assert f"nvidia-cuda-nvcc {nvcc}" in finding.detail
+            assert f"set CUDA_HOME to it, such as /usr/local/cuda-{runtime[:4]}" in finding.remedy
+
+
+def test_another_toolkit_makes_the_compiler_of_the_environment_of_no_account(installed, tmp_path):
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch(mode=0o755)
+    home = nvcc.parents[1]
+    versions = {"nvidia-cuda-nvcc": "13.5.37", "nvidia-cuda-runtime": "13.0.96"}
+    for variables, default in (
+        ({"PATH": "", "CUDA_HOME": str(home)}, tmp_path / "none"),
+        ({"PATH": str(nvcc.parent)}, tmp_path / "none"),
+        ({"PATH": ""}, home),
+    ):
+        finding = list(compiling.check(on_cuda(installed), versions, variables, default))[1]
+        assert (finding.status, finding.detail) == ("ok", f"kernels are compiled with {home}, if any are")
+    nvcc.unlink()
+    finding = list(compiling.check(on_cuda(installed), versions, {"PATH": "", "CUDA_HOME": str(home)}))[1]
+    assert (finding.status, finding.detail) == ("warning", f"{home} has no bin/nvcc")
 
 
 @pytest.mark.parametrize(

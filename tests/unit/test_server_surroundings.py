@@ -1,6 +1,7 @@
 """Leases, caches, scratch folders, environments: the parts of the server half that need no engine."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -195,10 +196,26 @@ def test_a_launchers_variables_and_growing_segments_do_not_reach_the_engine():
         "TORCHELASTIC_RUN_ID": "x",
         "PYTHONPATH": "/x",
         "OMP_NUM_THREADS": "1",
-        "PATH": "/bin",
+        "KEPT": "yes",
     }
-    assert cleaned(dirty, "cuda") == {"PYTORCH_ALLOC_CONF": "a:1,b:2", "OMP_NUM_THREADS": "1", "PATH": "/bin"}
+    assert cleaned(dirty, "cuda").keys() == {"PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "KEPT", "PATH"}
+    assert cleaned(dirty, "cuda")["PYTORCH_ALLOC_CONF"] == "a:1,b:2"
     assert "OMP_NUM_THREADS" not in cleaned(dirty, "cpu")
+
+
+def test_the_engine_finds_the_programs_of_its_environment_before_the_systems(tmp_path, monkeypatch):
+    """ninja, above all: the environment need not be activated, and its python is a link out of it."""
+    own, system = tmp_path / "env" / "bin", tmp_path / "system"
+    for folder in (own, system):
+        folder.mkdir(parents=True)
+        (folder / "ninja").touch(mode=0o755)
+    (own / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    for before in (f"{system}", f"{system}:{own}", f"{own}:{system}"):
+        path = cleaned({"PATH": before}, "cuda")["PATH"]
+        assert path == f"{own}:{system}"
+        assert shutil.which("ninja", path=path) == str(own / "ninja")
+    assert cleaned({}, "cpu")["PATH"] == f"{own}:{os.defpath}"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:80", "10.0.0.1:80", "example.org:80", "127.0.0.1", "127.0.0.1:x", "*:80"])

@@ -1,6 +1,9 @@
 """What an engine child inherits from this process, and what it must not."""
 
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
 """PYTHONDONTWRITEBYTECODE would have the engine compile thousands of modules at every start: a minute, each time."""
@@ -22,7 +25,7 @@ _ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def cleaned(environment: Mapping[str, str], device: str) -> dict[str, str]:
-    """The variables for an engine child. device: cpu or cuda."""
+    """The variables for an engine child, which runs in this process's environment. device: cpu or cuda."""
     dropped = {*_PYTHON, *_LAUNCHER}
     if device == "cpu":
         dropped.add("OMP_NUM_THREADS")  # The engine binds its own threads; a number for the trainer is wrong for it.
@@ -36,7 +39,15 @@ def cleaned(environment: Mapping[str, str], device: str) -> dict[str, str]:
             kept[name] = _without_expandable_segments(kept[name])
             if not kept[name]:
                 del kept[name]
+    kept["PATH"] = _with_own_programs(kept.get("PATH", os.defpath))
     return kept
+
+
+def _with_own_programs(path: str) -> str:
+    """Kernels are compiled with `ninja`, which is looked up there: the environment's own, before the system's."""
+    # Not resolved: the interpreter is a link out of the environment.
+    own = str(Path(sys.executable).parent)
+    return os.pathsep.join([own, *(part for part in path.split(os.pathsep) if part != own)])
 
 
 def _without_expandable_segments(setting: str) -> str:
