@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bridge.errors import ConfigError
 from trainer_env import rewards
 from trainer_env.config import RewardConfig
+from trainer_env.extra_packages import install_command
 from trainer_env.rewards import Reward
 from trainer_env.rewards.builtin_rewards import BUILTINS
 from trainer_env.rewards.completions import text_of
@@ -242,7 +243,18 @@ def test_what_cannot_be_loaded_is_named(function, args, expected):
 def test_a_file_that_fails_to_import_is_named(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("import no_such_thing\n")
-    assert "broken.py cannot be imported: ModuleNotFoundError" in refusal(f"{path}:f")
+    message = refusal(f"{path}:f")
+    assert "broken.py cannot be imported: ModuleNotFoundError" in message
+    assert f"If no_such_thing is a package on the index: {install_command('no_such_thing')};" in message
+
+
+@pytest.mark.parametrize("text", ["import json.no_such_part\n", "1 / 0\n"])
+def test_what_no_package_mends_comes_without_the_command_that_installs_one(tmp_path, text):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    for message in (refusal(f"{path}:f"), refusal("no_such_module.part:f")):
+        assert "import only what is installed there" in message
+        assert " pip install " not in message
 
 
 def test_an_async_reward_is_refused(tmp_path):

@@ -12,6 +12,7 @@ from bridge.errors import ConfigError
 from trainer_env import config, data, rewards
 from trainer_env.config import DataConfig, RewardConfig
 from trainer_env.data import verifiers_source
+from trainer_env.extra_packages import install_command
 from trainer_env.rewards.reward_errors import RewardError
 
 COMMON = ("idx", "prompt", "system_prompt")
@@ -220,7 +221,9 @@ def test_what_is_more_than_one_turn_is_refused(library, taskset, expected):
 
 
 def test_a_missing_environment_and_wrong_arguments_are_named(library):
-    assert "the environment 'summs' cannot be imported: taskset 'summs' not found" in refusal(name="summs")
+    message = refusal(name="summs")
+    assert "the environment 'summs' cannot be imported: taskset 'summs' not found" in message
+    assert install_command("PACKAGE") in message
     assert "ValueError: unknown: m" in refusal(args={"m": 1})
     del library.load_taskset
     verifiers_source.tasks.cache_clear()
@@ -231,7 +234,7 @@ def test_a_missing_environment_and_wrong_arguments_are_named(library):
 def test_without_the_package_the_command_that_installs_it_is_told():
     message = refusal()
     assert "verifiers is not installed" in message
-    assert "pip install --python .venvs/trainer/bin/python 'verifiers>=0.4'" in message
+    assert install_command("verifiers>=0.4") in message
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.errors import ConfigError
+from trainer_env import extra_packages
 
 PREFIX = "verifiers:"
 TASKSET, TASK = "verifiers_taskset", "verifiers_task"
 """Columns of a row: its taskset, as a key of `tasks`, and the place of its task in it."""
 
 _PLAIN = (str, int, float, bool)
-_INSTALL = (
-    "Install it into the trainer's environment: uv pip install --python .venvs/trainer/bin/python 'verifiers>=0.4'"
-)
+_PACKAGE = "verifiers>=0.4"
 
 
 def read(name: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -51,7 +50,8 @@ def tasks(key: str) -> list[Any]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"data.source: the environment {name!r} cannot be imported: {_line(error)}.",
-            remedy="Install the environment's own package into .venvs/trainer; its name is what follows verifiers:.",
+            why="What follows verifiers: is imported, or has a package of its own that is not installed here.",
+            remedy=f"With that package's name, folder or URL: {extra_packages.remedy('PACKAGE')}",
         ) from error
     except Exception as error:
         raise ConfigError(
@@ -68,12 +68,17 @@ def library() -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "verifiers":
             raise
-        raise ConfigError(f"data.source: verifiers is not installed ({error}).", remedy=_INSTALL) from None
+        raise ConfigError(
+            f"data.source: verifiers is not installed ({error}).", remedy=extra_packages.remedy(_PACKAGE)
+        ) from None
     missing = [
         name for name in ("load_taskset", "taskset_config_type", "Trace", "MessageNode") if not hasattr(vf, name)
     ]
     if missing:
-        raise ConfigError(f"data.source: this release of verifiers has no {', '.join(missing)}.", remedy=_INSTALL)
+        raise ConfigError(
+            f"data.source: this release of verifiers has no {', '.join(missing)}.",
+            remedy=extra_packages.remedy(_PACKAGE),
+        )
     return vf
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from bridge.errors import ConfigError
 from bridge.settings import nearest
+from trainer_env import extra_packages
 from trainer_env.config import RewardConfig
 from trainer_env.rewards.builtin_rewards import BUILTINS
 from trainer_env.rewards.completions import RewardFunction
@@ -201,5 +202,14 @@ def _imported(run: Callable[[], ModuleType], name: str, where: str) -> ModuleTyp
     except Exception as error:
         raise ConfigError(
             f"{where}.function: {name} cannot be imported: {type(error).__name__}: {error}.",
-            remedy="It runs in the trainer's environment, .venvs/trainer: import only what is installed there.",
+            remedy=_remedy(error, name),
         ) from error
+
+
+def _remedy(error: Exception, name: str) -> str:
+    here = f"It runs in the trainer's environment, {extra_packages.environment()}"
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    # A module of the user's own that is not found, or a part that an installed package lacks: no package to install.
+    if not missing or missing == name.partition(".")[0] or missing in sys.modules:
+        return f"{here}: import only what is installed there."
+    return f"{here}. If {missing} is a package on the index: {extra_packages.remedy(missing)}"

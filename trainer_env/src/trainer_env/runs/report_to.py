@@ -2,12 +2,11 @@
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from bridge.errors import ConfigError
+from trainer_env import extra_packages
 from trainer_env.config import TrainConfig
 from trainer_env.runs.records import Evaluation, StepMetrics
 
@@ -29,11 +28,11 @@ def require_packages(names: Sequence[str]) -> None:
     """Raise ConfigError, with the command that installs them, for trackers whose packages are missing here."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        packages = " ".join(_IN_PACKAGE.get(name, name) for name in missing)
+        packages = [_IN_PACKAGE.get(name, name) for name in missing]
         raise ConfigError(
-            f"tracking.report_to: {_here()} does not have what {' and '.join(map(repr, missing))} needs: {packages}.",
-            remedy=f"uv pip install --python {_here()}/bin/python {packages}; again after scripts/setup_envs.sh has "
-            "built a new environment, which it does when envs.lock changes.",
+            f"tracking.report_to: {extra_packages.environment()} does not have what "
+            f"{' and '.join(map(repr, missing))} needs: {' '.join(packages)}.",
+            remedy=extra_packages.remedy(*packages),
         )
 
 
@@ -78,11 +77,3 @@ def evaluation_figures(record: Evaluation) -> dict[str, float]:
     """An evaluation's figures, by the names that trackers get: `eval_…` is a group of its own there."""
     passed = {f"eval_pass@{count}": share for count, share in record.pass_at.items()}
     return {"eval_reward": record.reward_mean, **passed, "eval_seconds": record.seconds}
-
-
-def _here() -> Path:
-    """The trainer's environment, as short as it can be named."""
-    prefix = Path(sys.prefix)
-    named = prefix.parent / "trainer"
-    prefix = named if named.is_dir() and named.resolve() == prefix.resolve() else prefix
-    return prefix.relative_to(Path.cwd()) if prefix.is_relative_to(Path.cwd()) else prefix
