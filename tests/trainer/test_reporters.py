@@ -2,14 +2,18 @@
 
 import logging
 import os
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from bridge.errors import ConfigError
 from trainer_env.display import Silent
 from trainer_env.runs.records import Sample
+from trainer_env.runs.reporters import Reporters
 
 BOARD = 'tracking.report_to=["tensorboard"]'
 
@@ -85,6 +89,65 @@ def test_a_folder_of_ones_own_wins_and_each_run_has_one(train, tmp_path, monkeyp
     monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
     done = train(BOARD, "grpo.max_steps=1", run="second")
     assert set(scalars(done.config.run_dir / "tensorboard")["train/reward"]) == {1}
+
+
+class Wandb(ModuleType):
+    """What is used of wandb: one run at a time is open."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.run = None
+        self.opened = []
+
+    def init(self, **arguments):
+        self.opened.append(arguments)
+        self.run = SimpleNamespace(url="https://there", dir="files")
+
+    def finish(self):
+        self.run = None
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", made := Wandb())
+    for name in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_RESUME"):
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+def track_with_wandb(config):
+    """Begin and end what `train` does, with a callback that asks nothing of wandb."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    reporters = Reporters(config, None)
+    reporters._callbacks["wandb"] = TrainerCallback()
+    arguments = SimpleNamespace(run_name=config.run)
+    reporters.on_train_begin(arguments, SimpleNamespace(is_world_process_zero=True), None)
+    reporters.close()
+
+
+def test_runs_in_one_process_are_each_their_own_at_weights_and_biases_and_go_on_there(make_config, wandb):
+    one, other = make_config(run="one"), make_config(run="other")
+    for config in (one, other, one):
+        track_with_wandb(config)
+    first, second, third = wandb.opened
+    assert first == third
+    assert first["id"] != second["id"]
+    assert (first["project"], first["name"], first["resume"]) == ("tandem", "one", "allow")
+    assert (first["dir"], second["dir"]) == (str(one.run_dir), str(other.run_dir))
+
+
+def test_a_run_of_weights_and_biases_that_is_open_already_is_left_to_who_opened_it(make_config, wandb):
+    wandb.init(id="mine")
+    track_with_wandb(make_config(run="one"))
+    assert wandb.opened == [{"id": "mine"}]
+
+
+def test_only_the_first_rank_opens_one(make_config, wandb):
+    config = make_config(run="one")
+    reporters = Reporters(config, None)
+    reporters._callbacks["wandb"] = TrainerCallback()
+    reporters.on_train_begin(SimpleNamespace(run_name="one"), SimpleNamespace(is_world_process_zero=False), None)
+    assert wandb.opened == []
 
 
 def test_a_tracker_that_fails_on_the_way_does_not_end_the_run(train, monkeypatch, caplog):

@@ -1,6 +1,8 @@
 """Trackers: what is missing is said before anything starts, and what each one is told of a run."""
 
 import os
+import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,14 @@ from trainer_env import config
 from trainer_env.extra_packages import install_command
 from trainer_env.placement import Placement
 from trainer_env.runs.records import Evaluation, StepMetrics
-from trainer_env.runs.report_to import evaluation_figures, filled_in, require_packages, step_figures, variables
+from trainer_env.runs.report_to import (
+    evaluation_figures,
+    filled_in,
+    require_packages,
+    step_figures,
+    variables,
+    wandb_run,
+)
 from trainer_env.session import Session
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -50,6 +59,47 @@ def test_variables_are_the_runs_for_as_long_as_they_are_needed(tmp_path, monkeyp
     with pytest.raises(RuntimeError), filled_in(one):
         raise RuntimeError
     assert "WANDB_DIR" not in os.environ
+
+
+def run_of(folder, run="adding"):
+    settings = config.load(DEMO, [f"output_dir={folder}", f"run={run}"])
+    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    return settings
+
+
+def test_a_run_that_goes_on_is_the_same_one_at_weights_and_biases(tmp_path):
+    first = wandb_run(run_of(tmp_path), {})
+    assert first["resume"] == "allow"
+    assert re.fullmatch(r"adding-[0-9a-f]{12}", first["id"])
+    assert wandb_run(run_of(tmp_path), {}) == first
+
+
+def test_runs_of_one_name_and_copies_of_a_run_are_others(tmp_path):
+    one, other = run_of(tmp_path / "one"), run_of(tmp_path / "other")
+    ids = {wandb_run(one, {})["id"], wandb_run(other, {})["id"]}
+    shutil.copytree(one.run_dir, tmp_path / "one" / "copy")
+    ids.add(wandb_run(run_of(tmp_path / "one", "copy"), {})["id"])
+    shutil.rmtree(one.run_dir)
+    ids.add(wandb_run(run_of(tmp_path / "one"), {})["id"])
+    assert len(ids) == 4
+
+
+def test_an_id_of_a_long_name_is_no_longer_than_the_service_takes(tmp_path):
+    assert len(wandb_run(run_of(tmp_path, "long" * 40), {})["id"]) <= 64
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({"WANDB_RUN_ID": "mine"}, {"resume"}),
+        ({"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, set()),
+        ({"WANDB_RESUME": "must"}, {"id"}),
+        ({"WANDB_RESUME": "never"}, set()),
+        ({"WANDB_RESUME": "auto"}, set()),
+    ],
+)
+def test_what_a_user_says_of_the_run_at_weights_and_biases_wins(tmp_path, given, chosen):
+    assert wandb_run(run_of(tmp_path), given).keys() == chosen
 
 
 def test_figures_are_numbers_and_those_of_trl_are_not_told_twice():

@@ -2,17 +2,25 @@
 
 import importlib.util
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from bridge.errors import ConfigError
 from trainer_env import extra_packages
 from trainer_env.config import TrainConfig
+from trainer_env.runs.jsonl import write_atomically
 from trainer_env.runs.records import Evaluation, StepMetrics
 
 PROJECT = "tandem"
 """What a tracker files runs under, unless its own variable says otherwise."""
 
+WANDB_ID = "wandb_id"
+"""A file of the run's folder: what makes this run's id at Weights & Biases unlike any other's."""
+
+_RESUMES_BY_ITSELF = ("auto", "never")
+"""Values of WANDB_RESUME under which wandb chooses the run: the last one here, or a new one."""
 _IN_PACKAGE = {"comet_ml": "comet-ml"}
 """Trackers whose package on the index has another name."""
 _OFFLINE = {
@@ -53,6 +61,29 @@ def variables(config: TrainConfig) -> dict[str, str]:
         "SWANLAB_PROJECT": PROJECT,
         "SWANLAB_LOG_DIR": str(run_dir / "swanlog"),
     }
+
+
+def wandb_run(config: TrainConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Which run of Weights & Biases this is, as wandb.init takes it: the same one again when the run goes on.
+
+    Its id is kept in the run's folder: a folder that is made anew, or of the same name elsewhere, is another run. A
+    user's own WANDB_RUN_ID and WANDB_RESUME (given) win. Arguments rather than variables, for wandb reads its
+    variables once in a process, and a notebook has several runs. Raises BridgeError when the id cannot be written.
+    """
+    resume = given.get("WANDB_RESUME")
+    chosen = {} if resume else {"resume": "allow"}
+    if not given.get("WANDB_RUN_ID") and resume not in _RESUMES_BY_ITSELF:
+        chosen["id"] = f"{config.run[:40]}-{_token(config.run_dir / WANDB_ID)}"
+    return chosen
+
+
+def _token(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        token = secrets.token_hex(6)
+        write_atomically(path, f"{token}\n".encode())
+        return token
 
 
 @contextmanager

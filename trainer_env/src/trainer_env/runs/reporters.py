@@ -15,7 +15,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from bridge.errors import ConfigError
 from trainer_env.config import TrainConfig
 from trainer_env.runs.records import Evaluation
-from trainer_env.runs.report_to import evaluation_figures, filled_in, remedy, variables
+from trainer_env.runs.report_to import evaluation_figures, filled_in, remedy, variables, wandb_run
 from trainer_env.runs.tracking import Tracker
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ class Reporters(TrainerCallback):
     """
 
     def __init__(self, config: TrainConfig, tracker: Tracker | None) -> None:
+        self._config = config
         self._names = config.tracking.report_to
         self._variables = variables(config)
         self._tracker = tracker
@@ -50,6 +51,8 @@ class Reporters(TrainerCallback):
         for name, callback in self._callbacks.items():
             try:
                 with filled_in(self._variables):
+                    if name == "wandb" and state.is_world_process_zero:
+                        self._open_wandb(args)
                     callback.on_train_begin(args, state, control, **rest)
             except Exception as error:
                 raise ConfigError(
@@ -90,6 +93,13 @@ class Reporters(TrainerCallback):
             if "wandb" in self._callbacks:
                 self._try("wandb", import_module("wandb").finish)  # Its callback leaves the run open, for the next one.
         self._callbacks = {}
+
+    def _open_wandb(self, args: TrainingArguments) -> None:
+        """Go on with this run's, which the callback then finds open; left to itself it starts a new one each time."""
+        wandb = import_module("wandb")
+        if wandb.run is None:
+            project, folder = os.environ["WANDB_PROJECT"], os.environ["WANDB_DIR"]
+            wandb.init(project=project, name=args.run_name, dir=folder, **wandb_run(self._config))
 
     def _tell(self, event: str, **what: Any) -> None:
         positional, rest = self._last
