@@ -235,7 +235,7 @@ def test_a_machine_that_cannot_run_a_config_does_not_make_it_wrong(run, tmp_path
     assert "not checked: the server half, since this machine cannot run it" in text
 
 
-def test_groups_that_this_machine_would_cut_are_said(run, tmp_path, monkeypatch):
+def test_processes_that_this_machine_has_no_gpus_for_are_said(run, tmp_path, monkeypatch):
     """On a CPU two processes make a whole group; here are GPUs, and one of them trains."""
     program = tmp_path / "venvs" / "server-vllm" / "bin" / "tandem-server"
     program.parent.mkdir(parents=True)
@@ -247,7 +247,7 @@ def test_groups_that_this_machine_would_cut_are_said(run, tmp_path, monkeypatch)
     code, text = run("check", DEMO, "--set", "placement.trainer_ranks=2", "--set", "grpo.per_device_train_batch_size=4")
     assert code == 0
     assert "this machine cannot run it" in text
-    assert "expected a multiple of num_generations (8)" in text
+    assert "placement.trainer_ranks: 2 processes are asked for, and one trains on each" in text
 
 
 def test_an_extra_setting_that_tandem_needs_as_it_is_is_refused(run, no_server_half):

@@ -66,6 +66,15 @@ def test_a_process_trains_on_each_gpu_of_the_trainers():
     assert "4 threads for each of 2 processes" in "\n".join(on_cpu.lines())
 
 
+def test_another_number_of_processes_than_gpus_is_refused_and_the_same_is_as_if_it_were_left_out():
+    for count, ranks in ((1, 2), (2, 2), (4, 2), (4, 4)):
+        message = refusal(machine(count), trainer_ranks=ranks)
+        assert f"placement.trainer_ranks: {ranks} processes are asked for" in message
+    assert "GPUs: 1, 2, 3." in refusal(machine(4), trainer_ranks=1)
+    for count, ranks in ((1, 1), (2, 1), (4, 3)):
+        assert plan(PlacementConfig(trainer_ranks=ranks), machine(count)) == plan(PlacementConfig(), machine(count))
+
+
 @pytest.mark.parametrize(
     ("visible", "usable"),
     [
@@ -362,6 +371,11 @@ class Nvml:
     def nvmlDeviceGetName(self, handle):
         return f"name of {handle}"
 
+    def nvmlDeviceGetCudaComputeCapability(self, handle):
+        if handle.startswith("MIG"):
+            raise self.NVMLError
+        return [7, 5]
+
     def nvmlDeviceGetMemoryInfo(self, _):
         return SimpleNamespace(total=80 * GIB, free=79 * GIB)
 
@@ -379,6 +393,7 @@ def test_detection_asks_the_driver_and_lets_go_of_it(monkeypatch):
         ("MIG-1", "name of MIG-1"),
     ]
     assert found.gpus[0].holders == (f"pid {2**30} (a process of another container, 1.0 GiB)",)
+    assert [device.capability for device in found.gpus] == [(7, 5), None, None]
     assert found.visible == "MIG-1"
     assert nvml.open == 0
 

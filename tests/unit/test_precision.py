@@ -26,8 +26,9 @@ def cpu(request, tmp_path, monkeypatch) -> bool:
 computes = precision.computes_bfloat16
 
 
-def placed(*, on_gpu: bool) -> Placement:
-    gpus = (Device(id="0"), Device(id="1")) if on_gpu else ()
+def placed(*, on_gpu: bool, capabilities=(None, None)) -> Placement:
+    found = (Device(id=str(place), capability=capability) for place, capability in enumerate(capabilities))
+    gpus = tuple(found) if on_gpu else ()
     return plan(config.PlacementConfig(), Devices(gpus=gpus, cores=2))
 
 
@@ -44,6 +45,27 @@ def test_a_cpu_gets_what_it_computes_fast(cpu):
 
 def test_a_gpu_gets_bfloat16(cpu):
     assert precision.settled(demo(), placed(on_gpu=True)).model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype", "said"),
+    [
+        ([(8, 0), (9, 0)], "bfloat16", ""),
+        ([(8, 6), None], "bfloat16", ""),
+        ([(7, 5)], "float16", " (GPU 0 cannot compute in bfloat16)"),
+        ([(9, 0), (7, 5)], "float16", " (GPU 1 cannot compute in bfloat16)"),
+        ([(7, 5), (7, 5)], "float16", " (GPU 0 and GPU 1 cannot compute in bfloat16)"),
+    ],
+)
+def test_gpus_that_are_too_old_for_bfloat16_get_float16_in_both_halves(capabilities, dtype, said):
+    placement = placed(on_gpu=True, capabilities=capabilities)
+    settled = precision.settled(demo(), placement)
+    assert settled.model.dtype == dtype
+    assert precision.remark(settled, placement) == said
+    chosen = demo("model.dtype=bfloat16")
+    assert precision.settled(chosen, placement) == chosen
+    assert ('set model.dtype = "auto"' in precision.remark(chosen, placement)) == bool(said)
+    assert precision.remark(demo("model.dtype=float32"), placement) == ""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,6 +21,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int | None = None
     holders: tuple[str, ...] = ()
     """Processes that hold its memory, as people read them."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability, such as (9, 0)."""
 
     def answers_to(self, name: str) -> bool:
         """Whether a name means this device. As in CUDA, a UUID may be shortened while it stays unique."""
@@ -134,7 +136,16 @@ def _device(pynvml: Any, handle: Any, name: str) -> Device:
         total_bytes=memory.total,
         free_bytes=memory.free,
         holders=tuple(_holders(pynvml, handle)),
+        capability=_capability(pynvml, handle),
     )
+
+
+def _capability(pynvml: Any, handle: Any) -> tuple[int, int] | None:
+    try:
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except pynvml.NVMLError:
+        return None
+    return major, minor
 
 
 def _holders(pynvml: Any, handle: Any) -> Iterator[str]:

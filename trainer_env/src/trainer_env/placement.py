@@ -114,6 +114,7 @@ def plan(
         serving, training = (device,), (device,)
         if config.mode == "auto" and _fit_at_once(config, device, model):
             mode = "shared"
+    _require_a_rank_each(config, training)
     for device in {device.id: device for device in (*serving, *training)}.values():
         _require_room(device)
     engines = share(mode, serving, model, trainer_bytes(mode, model, _given_bytes(config)) or 0)
@@ -171,6 +172,16 @@ def _on_cpu(config: PlacementConfig, cores: int, *, overlap: bool) -> Placement:
     trainer = config.trainer_threads or max(1, (cores - cores // 2 if overlap else cores) // ranks)
     server = config.server_threads or (max(1, cores // 2) if overlap else 0)
     return Placement(mode="cpu", ranks=ranks, cores=cores, server_threads=server, trainer_threads=trainer)
+
+
+def _require_a_rank_each(config: PlacementConfig, trainer: tuple[Device, ...]) -> None:
+    if config.trainer_ranks not in (0, len(trainer)):
+        named = ", ".join(device.id for device in trainer)
+        raise ConfigError(
+            f"placement.trainer_ranks: {config.trainer_ranks} processes are asked for, and one trains on each of the "
+            f"trainer's GPUs: {named}.",
+            remedy="Leave it out, name as many GPUs with --trainer-gpus, or use --placement cpu.",
+        )
 
 
 def _named(ids: Sequence[str], devices: Devices, half: str) -> tuple[Device, ...]:

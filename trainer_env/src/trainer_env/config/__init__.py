@@ -20,7 +20,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     """`builtin:…`, a folder, or a Hugging Face name."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Of the base weights in both halves. auto: bfloat16, but for a CPU that has no instructions for it: float32."""
+    """Of the base weights in both halves. auto: bfloat16; where none computes it float16 on GPUs, float32 on a CPU."""
     max_seq_length: Annotated[int, msgspec.Meta(ge=2)] = 2048
     """Tokens of prompt and completion together."""
     load_in_4bit: bool = False
@@ -150,7 +150,7 @@ class PlacementConfig(Section, frozen=True, kw_only=True):
     trainer_gib: NotNegative = 0.0
     """GPU memory that the trainer needs beside an engine on the same GPU; 0: estimated from the model's size."""
     trainer_ranks: Natural = 0
-    """Processes that train on the CPU; 0: one. On GPUs there is one for each that trains."""
+    """Processes that train on the CPU; 0: one. On GPUs there is one for each that trains, and no other number."""
     server_threads: Natural = 0
     """Threads of the engine; 0: on a CPU half the cores when both halves work at once, else its own default."""
     trainer_threads: Natural = 0

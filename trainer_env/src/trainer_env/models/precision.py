@@ -11,14 +11,23 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 """What a CPU says that computes in bfloat16. Others compute each operation in software: a training step of the demo's
 model took over three minutes where float32 took four seconds."""
 
+_BFLOAT16_CAPABILITY = (8, 0)
+"""The first NVIDIA GPUs that compute in bfloat16. On older ones vLLM refuses it, and float16 is the fast format."""
+
 CPUINFO = Path("/proc/cpuinfo")
 
 
 def settled(config: TrainConfig, placement: Placement) -> TrainConfig:
-    """The config with model.dtype = "auto" replaced: bfloat16 on a GPU or a CPU that computes in it, else float32."""
+    """The config with model.dtype = "auto" replaced: bfloat16 on GPUs or a CPU that compute in it.
+
+    Else float16 on GPUs, in both halves though only one may need it, and float32 on a CPU.
+    """
     if config.model.dtype != "auto":
         return config
-    dtype = "bfloat16" if placement.mode != "cpu" or computes_bfloat16() else "float32"
+    if placement.mode == "cpu":
+        dtype = "bfloat16" if computes_bfloat16() else "float32"
+    else:
+        dtype = "float16" if _without_bfloat16(placement) else "bfloat16"
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype=dtype))
 
 
@@ -36,4 +45,13 @@ def remark(config: TrainConfig, placement: Placement) -> str:
     """What people should know of the format that they have chosen; empty: nothing."""
     if config.model.dtype == "bfloat16" and placement.mode == "cpu" and not computes_bfloat16():
         return ' (this CPU computes it in software, many times slower than float32: set model.dtype = "auto")'
+    if (older := _without_bfloat16(placement)) and config.model.dtype != "float32":
+        advice = ': set model.dtype = "auto"' if config.model.dtype == "bfloat16" else ""
+        return f" ({' and '.join(older)} cannot compute in bfloat16{advice})"
     return ""
+
+
+def _without_bfloat16(placement: Placement) -> list[str]:
+    """The run's GPUs that are too old for bfloat16, as people read them; one of which nothing is known is not."""
+    devices = {device.id: device for device in (*placement.server, *placement.trainer)}.values()
+    return [f"GPU {device.id}" for device in devices if device.capability and device.capability < _BFLOAT16_CAPABILITY]
