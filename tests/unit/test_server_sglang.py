@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
 
+import lora_files
 from bridge.errors import ConfigError, Refused
 from bridge.protocol import Sampling
+from hub_files import cached
 from served import tiny_model
 from server_env.config import ServerConfig
 from server_env.engines import sglang
-from server_env.engines.engine import Endpoint
+from server_env.engines.engine import Endpoint, EngineGone
 from server_env.engines.engine_http import KEEP_ALIVE_S
 from server_env.engines.options import EngineOptions, Option
 from server_env.engines.sglang import CPU_STAND_INS, SGLangConfig, environment, resolve
@@ -78,6 +81,32 @@ def test_the_context_gets_the_spare_end_that_sglang_keeps_free(model, tmp_path):
     for wanted, allowed in ((100, False), (1024, True), (2000, False)):
         options = resolved(model=model, context_length=wanted)
         assert (longer in environment(server(model=model), options, "cpu", tmp_path, tmp_path)) is allowed
+
+
+def test_a_model_on_the_hub_is_known_as_its_folder_is_once_it_is_cached(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached(tmp_path / "hub", "hub/name", {"config.json": Path(model, "config.json").read_bytes()})
+    assert resolved(model="hub/name", context_length=1024).context_length == 1024 + sglang.SPARE_CONTEXT
+    assert resolved(model="hub/name").max_total_tokens == sglang.CPU_TOKENS
+    options = resolved(model="hub/name", context_length=1024)
+    variables = environment(server(model="hub/name"), options, "cpu", tmp_path, tmp_path)
+    assert variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
+    assert "HF_HUB_OFFLINE" not in variables  # The engine has the weights to fetch.
+
+
+async def test_a_model_that_the_engine_was_the_first_to_fetch_is_known_once_it_answers(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    engine = SGLang(server(model="hub/name"), SGLangConfig(), "cpu", None)
+    adapter = lora_files.make(Path(model), 1, targets=("q_proj", "v_proj")).write(tmp_path / "adapter")
+    with pytest.raises(Refused, match="k_proj"):
+        await engine.load_adapter("one", adapter)
+    cached(tmp_path / "hub", "hub/name", {"config.json": Path(model, "config.json").read_bytes()})
+    with pytest.raises(EngineGone):  # There is no engine here to answer.
+        await engine.probe()
+    with pytest.raises(EngineGone):
+        await engine.load_adapter("one", adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["k_proj", "q_proj", "v_proj"]
 
 
 def test_the_stand_ins_are_on_the_path_of_cpu_runs_only(tmp_path, model):

@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bridge.errors import Refused
+from bridge.hub_cache import model_folder
 
 MAX_HEADER_BYTES = 64 << 20
 
@@ -43,7 +43,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What a model folder's config.json says; 0 and None where it does not. Shapes are (in, out).
+    """What a model's config.json says; 0 and None where it does not. Shapes are (in, out).
 
     kv_values: numbers that the KV cache holds for one token. max_context: tokens that the model was made for.
     """
@@ -56,11 +56,11 @@ class BaseModel:
 
     @classmethod
     def read(cls, model: str) -> "BaseModel":
-        """From a local folder; nothing is known of any other model."""
-        path = Path(model) / "config.json"
-        if not path.is_file():
+        """From a folder, or of a model on the hub from its cache; of a model that is not there nothing is known."""
+        folder = model_folder(model)
+        if not folder or not (folder / "config.json").is_file():
             return cls()
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = {**config, **config.get("text_config", {})}
         vocab_size, layers = int(text.get("vocab_size") or 0), int(text.get("num_hidden_layers") or 0)
         projections = _projections(text) if config.get("model_type") in _DENSE else None

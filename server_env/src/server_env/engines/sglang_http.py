@@ -97,6 +97,7 @@ class SGLang:
 
     async def probe(self) -> EngineFacts:
         """Ask for its version, routes, context length and one token."""
+        self._base = BaseModel.read(self.model)  # The engine may have been the first to fetch it from the hub.
         version = wire.info.decode(await self._http.get("/server_info")).version
         await self._http.require(NEEDED_ROUTES, version)
         if await self._http.has("/ready"):

@@ -44,8 +44,8 @@ class LoraConfig(Section, frozen=True, kw_only=True):
         "up_proj",
         "down_proj",
     )
-    """Names of the layers that get an adapter. Fewer train less and load faster; SGLang wants q, k and v, or gate and
-    up, together.
+    """Names of the layers that get an adapter. Fewer train less and load faster; SGLang stacks q, k and v, and gate and
+    up: what an adapter lacks of a stack is filled with zeros there.
     """
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) rather than lora_alpha / r; for ranks of 64 and more."""

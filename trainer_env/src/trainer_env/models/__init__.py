@@ -58,14 +58,6 @@ def resolve(model: str) -> str:
     return model
 
 
-def weights_bytes(model: str) -> int | None:
-    """How large a model's weights are, where that is known without fetching anything."""
-    if model.startswith(PREFIX):
-        return BUILTIN.get(model.removeprefix(PREFIX).partition("?")[0])
-    files = [path for kind in ("*.safetensors", "*.bin") for path in Path(model).expanduser().glob(kind)]
-    return sum(path.stat().st_size for path in files) or None
-
-
 def _require_on_hub(model: str) -> None:
     """Fetch the model's config, which is small: fails here, in words, rather than inside the engine."""
     offline = go_offline_unless_reachable()

@@ -25,6 +25,14 @@ def go_offline_unless_reachable() -> str:
     To be called before a Hugging Face library is imported: each reads that variable once. What is in their caches is
     found in either case.
     """
+    why = unreachable()
+    if why:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return why
+
+
+def unreachable() -> str:
+    """Why the hub is not to be asked now, or an empty string. Waits PATIENCE_S for it to answer."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set, so that only what is in the local cache is found."
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
@@ -36,6 +44,5 @@ def go_offline_unless_reachable() -> str:
             (host, endpoint.port or (443 if endpoint.scheme == "https" else 80)), PATIENCE_S
         ).close()
     except OSError as error:
-        os.environ["HF_HUB_OFFLINE"] = "1"
         return f"{host} cannot be reached: {error.strerror or error}."
     return ""

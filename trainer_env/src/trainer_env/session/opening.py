@@ -14,8 +14,8 @@ from trainer_env.config.rules import require_whole_groups
 from trainer_env.devices import detect
 from trainer_env.display import in_kernel
 from trainer_env.memory_share import ModelSize
-from trainer_env.models import weights_bytes
-from trainer_env.placement import Placement, plan
+from trainer_env.models.weights import weights_bytes
+from trainer_env.placement import Placement, depends_on_weights, plan
 from trainer_env.runs.checkpoints import last_checkpoint
 from trainer_env.runs.finding import CONFIG, RUNS
 from trainer_env.serving.left_server import as_it_was_planned
@@ -52,12 +52,13 @@ def opened(
 
 def place(config: TrainConfig, source: str) -> Placement:
     """Which half gets what on this machine. source: what errors call the config. Raises ConfigError."""
+    devices = as_it_was_planned(detect(), config.run_dir)
     placement = plan(
         config.placement,
-        as_it_was_planned(detect(), config.run_dir),
+        devices,
         overlap=config.lookahead("cpu") > 0,
         server=config.server,
-        model=_size(config),
+        model=_size(config) if depends_on_weights(config.placement, devices) else None,
     )
     require_whole_groups(config, placement.ranks, source)
     return placement
