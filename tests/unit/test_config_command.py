@@ -1,5 +1,6 @@
 """tandem-train config: what it shows, finds wrong and finds different, as text and as exit statuses."""
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import pytest
 
 from bridge.errors import ConfigError
 from bridge.settings import problems
+from server_env.config import ServerConfig, all_words
 from trainer_env import cli, config
 from trainer_env.config import TrainConfig, comparing
 from trainer_env.config.grpo_config import GrpoConfig
-from trainer_env.config.setting_words import demo_comments, known_keys, words
+from trainer_env.config.setting_words import OTHER_HALF, demo_comments, is_known, known_keys, words
 from trainer_env.devices import Device, Devices
+from trainer_env.placement import plan
+from trainer_env.serving.server_settings import FILLED_FROM, server_settings
 from trainer_env.session import opening
 from trainer_env.training import trl_settings
 
@@ -33,6 +37,17 @@ def run(capsys, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def server_half(monkeypatch, tmp_path):
+    """A server environment, in which tandem-server is what is under test here; whether and how often it was asked."""
+    program, asked = tmp_path / "venvs" / "server-vllm" / "bin" / "tandem-server", tmp_path / "asked"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nexec {sys.executable} -m server_env.cli "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("TANDEM_VENVS", str(tmp_path / "venvs"))
+    return lambda: asked.read_text().splitlines() if asked.exists() else []
+
+
+@pytest.fixture
 def no_server_half(monkeypatch, tmp_path):
     """An installation without server environments: what its check costs is not spent."""
     monkeypatch.setenv("TANDEM_VENVS", str(tmp_path / "none"))
@@ -46,7 +61,7 @@ def a_run(name, *overrides, output_dir="runs"):
     return folder
 
 
-def test_what_is_shown_is_the_config_with_every_default(run, tmp_path):
+def test_what_is_shown_is_the_config_with_every_default(run, no_server_half, tmp_path):
     code, text = run("show", DEMO, "--set", "grpo.beta=0.5")
     shown = tmp_path / "shown.toml"
     shown.write_text(text)
@@ -85,17 +100,18 @@ def test_a_setting_is_looked_up_with_its_value_default_type_and_meaning(run):
     assert 'one of "none", "all", "lora_only"' in run("show", "lora.bias")[1]
     assert "For one batch of completions." in run("show", DEMO, "rewards.0.timeout_s")[1]
     assert "evaluation.keep_best = true" in run("show", "evaluation")[1]
-    assert 'server.backend = "vllm"' in run("show", "server.backend")[1]
 
 
-def test_what_stands_in_a_free_table_is_shown_with_what_the_table_is_for(run):
+def test_what_stands_in_a_free_table_is_shown_with_what_the_table_is_for(run, server_half):
     a_run("adding", "rewards.0.args.ending=0.2", "grpo.extra.delta=2.5", "server.engine_env.A='b'")
     code, text = run("show", "adding", "rewards.0.args.ending")
     assert (code, text.splitlines()[0]) == (0, "rewards.0.args.ending = 0.2  (adding)")
     assert "what the function is given besides the batch" in text
     assert run("show", "adding", "grpo.extra.delta")[1].startswith("grpo.extra.delta = 2.5  (adding)\n")
     for key in ("server.engine_env.A", "server.engine_env"):
-        assert run("show", "adding", key)[1].startswith('server.engine_env.A = "b"  (adding)\nthe server half')
+        text = run("show", "adding", key)[1]
+        assert text.startswith('server.engine_env.A = "b"  (adding)\n')
+        assert "Environment variables for the engine" in text
     assert run("show", "adding", "rewards.0.args.begining")[0] == 2
 
 
@@ -105,14 +121,114 @@ def test_what_stands_in_a_free_table_is_shown_with_what_the_table_is_for(run):
         ("grpo.lerning_rate", "Did you mean grpo.learning_rate?"),
         ("rewards.0.wieght", "Did you mean rewards.weight?"),
         ("zzz.zzz", "The sections are model"),
-        ("vllm.max_num_seqs", "belongs to the server half"),
+        ("vllm.max_num_sqs", "Did you mean vllm.max_num_seqs?"),
+        ("server.memroy_share", "Did you mean server.memory_share?"),
         ("evalution", "grpo.learning_rate"),
     ],
 )
-def test_a_setting_that_is_none_names_the_nearest(run, wrong, near):
+def test_a_setting_that_is_none_names_the_nearest(run, server_half, wrong, near):
     code, text = run("show", wrong)
     assert code == 2
     assert near in text
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("server.startup_timeout_s", ("= 900.0  (default)", "default  900.0", "a number above 0", "one start of the")),
+        ("server.memory_share", ("comes from the placement", "of at most 1", "Part of each GPU's memory")),
+        ("server.max_lora_rank", ("= 8  (from lora.r)", "default  16", "a whole number of at least 1")),
+        ("server.backend", ('= "vllm"  (', "nothing else in this file changes with it", 'one of "vllm", "sglang"')),
+        ("server.adapter_slots", ("server.adapter_slots is not set", "max_staleness + 2")),
+        ("vllm.max_num_seqs", ("vllm.max_num_seqs is not set", "Left out: server.max_sequences.")),
+        ("sglang.extra_args", ("sglang.extra_args = []  (default)", "SGLang's command line")),
+    ],
+)
+def test_the_server_half_is_asked_what_its_settings_mean(run, server_half, key, parts):
+    code, text = run("show", DEMO, key)
+    assert code == 0
+    assert server_half() == ["--settings"]
+    for part in parts:
+        assert part in " ".join(text.split("\n         ")), text
+
+
+def test_a_section_of_the_server_half_is_listed_whole(run, server_half):
+    code, text = run("show", DEMO, "server", "--set", "server.engine_env.A=b", "--set", "server.lease_s=30")
+    lines = text.splitlines()
+    assert code == 0
+    assert [line.split(" ")[0] for line in lines if line.startswith("server.")] == [
+        f"server.{name}" if name != "engine_env" else "server.engine_env.A" for name in ServerConfig.__struct_fields__
+    ]
+    assert f"server.lease_s = 30  ({DEMO})" in lines
+    assert "server.stall_timeout_s = 300.0  (default)" in lines
+
+
+def test_the_whole_config_says_what_is_left_out_of_the_server_halfs_tables_and_stays_the_same(
+    run, server_half, tmp_path
+):
+    code, text = run("show", DEMO, "--set", "server.lease_s=30")
+    assert code == 0
+    for line in ("lease_s = 30  # set here", "# stall_timeout_s = 300.0  (default)", "# max_num_seqs is not set"):
+        assert f"\n{line}\n" in text
+    assert "mem_fraction_static" not in text  # Of an engine that is not asked.
+    shown = tmp_path / "shown.toml"
+    shown.write_text(text)
+    assert config.load(shown) == config.load(DEMO, ["server.lease_s=30"])
+
+
+def test_only_what_is_the_server_halfs_is_asked_of_it(run, server_half):
+    run("show", DEMO, "grpo.learning_rate")
+    run("show", DEMO, "evaluation")
+    run("show", DEMO, "--changed")
+    assert server_half() == []
+
+
+def test_without_a_server_environment_it_is_said_that_nobody_can_be_asked(run, no_server_half):
+    missing = "The environment of the vllm server is missing"
+    code, text = run("show", DEMO)
+    assert code == 0
+    assert missing in text.splitlines()[-1]
+    assert tomllib.loads(text)["server"] == {"backend": "vllm"}
+    code, text = run("show", DEMO, "server.backend")
+    assert code == 0
+    assert text.startswith(f'server.backend = "vllm"  ({DEMO})\n')
+    assert missing in text
+    assert missing in run("show", DEMO, "server")[1]
+    code, text = run("show", DEMO, "server.memory_share")
+    assert code == 2
+    assert missing in text
+    assert "--only server-vllm" in text
+
+
+def test_the_other_engines_environment_knows_as_much(run, server_half):
+    assert run("show", DEMO, "vllm.max_num_seqs", "--set", "server.backend=sglang")[0] == 0
+    assert server_half() == ["--settings"]
+
+
+@pytest.mark.parametrize("answer", ["echo 'no such option' >&2; exit 2", "echo '['", "echo '[{}]'"])
+def test_a_server_half_that_does_not_answer_is_no_mystery(run, server_half, tmp_path, answer):
+    (tmp_path / "venvs" / "server-vllm" / "bin" / "tandem-server").write_text(f"#!/bin/sh\n{answer}\n")
+    code, text = run("show", DEMO, "server.memory_share")
+    assert code == 2
+    assert "The server half does not say what its settings mean" in text
+    assert "scripts/setup_envs.sh" in text
+    assert ("no such option" in text) == ("no such option" in answer)
+
+
+def test_every_setting_of_the_server_half_has_words():
+    for told in all_words():
+        assert told.meaning, told.key
+        assert told.section, told.key
+        assert "a value" not in told.takes, told.key
+    assert {told.key for told in all_words() if "." not in told.key} == set(OTHER_HALF)
+
+
+def test_what_is_said_to_be_filled_in_is_what_is_filled_in():
+    one = Device(id="0", total_bytes=80 << 30, free_bytes=80 << 30)
+    placement = plan(config.load(DEMO).placement, Devices(gpus=(one,)))
+    filled = server_settings(config.load(DEMO, ["server={}"]), "model", placement)["server"]
+    assert FILLED_FROM.keys() == {f"server.{name}" for name in filled}
+    assert all(is_known(source) for source in FILLED_FROM.values() if "placement" not in source)
 
 
 def test_a_run_is_found_by_its_name_and_by_its_folder(run):

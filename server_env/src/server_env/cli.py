@@ -48,7 +48,26 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--check", action="store_true", help="check the configuration, print the engine's command line, start nothing"
     )
+    result.add_argument(
+        "--settings",
+        action=_Settings,
+        nargs=0,
+        help="print every setting of server.toml as JSON: what it means and takes, and its default",
+    )
     return result
+
+
+class _Settings(argparse.Action):
+    """Like --help: it needs nothing else on the command line."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print, and end."""
+        import msgspec
+
+        from server_env.config import all_words
+
+        print(msgspec.json.encode(all_words()).decode())
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

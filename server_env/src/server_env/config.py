@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from bridge.errors import ConfigError
+from bridge.setting_words import Words, keys, words
 from bridge.settings import decode_dict, decode_toml
 from server_env.engines.sglang import SGLangConfig
 from server_env.engines.vllm import VLLMConfig
@@ -26,28 +27,39 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """
 
     backend: Literal["vllm", "sglang"] = "vllm"
+    """The engine that samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: what the torch of this environment was built for."""
+    """auto: what the torch of this environment was built for. A run of the trainer: as it is placed."""
     model: str = ""
-    """A folder or a hub name; the trainer fills it in."""
+    """A folder or a hub name. A run of the trainer: model.name. Without a trainer it has to be set."""
     tokenizer: str = ""
-    """Empty: the model's own."""
+    """A folder or a hub name. Empty: the model's own."""
     trust_remote_code: bool = False
+    """Run the Python that comes with the model, as you. A run of the trainer: model.trust_remote_code."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of the base weights, and what is computed in. auto: the engine's choice. A run of the trainer: model.dtype."""
     seed: Natural = 0
+    """Of the engine's random numbers. A run of the trainer: its seed."""
     context_length: Annotated[int, msgspec.Meta(ge=2)] | None = None
-    """Tokens of prompt and completion together."""
+    """Tokens of prompt and completion together. None: the model's own. A run of the trainer: model.max_seq_length."""
     memory_share: Share | None = None
-    """Part of the device's memory that the engine may take in all; None: what it chooses itself. GPU only."""
+    """Part of each GPU's memory that the engine may take in all: 0.5 is half of all there is, free or not. None: what it
+    chooses itself. A run of the trainer: what the placement leaves, which `--check` prints. GPU only.
+    """
     cpu_kv_gib: Count = 2
     """GiB of main memory for the KV cache. CPU only."""
     prefix_cache: bool = True
+    """Keep the KV cache of a prompt for requests that begin alike, such as the completions of one group."""
     chunked_prefill: bool = True
+    """Read long prompts in pieces, between which other requests go on."""
     cuda_graphs: bool = True
+    """Record the GPU's work and play it back: faster steps for a longer start. False: none of it, which for vLLM leaves
+    out torch.compile as well, on a CPU too.
+    """
     max_sequences: Count | None = None
-    """Sequences that the engine decodes at once."""
+    """Sequences that the engine decodes at once; others wait."""
     tensor_parallel: Count = 1
-    """GPUs that one engine computes on together."""
+    """GPUs that one engine computes on together. A run of the trainer: the server's GPUs, divided by data_parallel."""
     data_parallel: Count = 1
     """Engines, each on GPUs of its own; requests go to the least busy one."""
     nnodes: Count = 1
@@ -57,13 +69,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     dist_init_addr: str = ""
     """`host:port` of the first node, at which the engine's processes of all nodes meet."""
     sleep: bool = False
-    """Able to give GPU memory back between rollouts (time-share)."""
+    """Able to give GPU memory back between rollouts. A run of the trainer: true in time-share. GPU only."""
     metrics: bool = True
-    """Have the engine keep Prometheus figures."""
+    """Have the engine keep Prometheus figures; vLLM keeps them in any case."""
 
     max_lora_rank: Count = 16
+    """The largest rank of an adapter that is served. A run of the trainer: lora.r."""
     max_staleness: Natural = 1
-    """Adapter versions behind the newest that stay servable."""
+    """Adapter versions behind the newest that stay servable. A run of the trainer: rollout.max_staleness."""
     adapter_slots: Count | None = None
     """Versions that can share a batch. None: max_staleness + 2 (one is being loaded)."""
     adapters_held: Count | None = None
@@ -72,10 +85,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_in_flight: Count = 4096
     """Groups and scores being worked on; past it a client waits."""
     startup_timeout_s: Positive = 900.0
+    """Seconds for one start of the engine, with the download and compilation that it may need; then it has failed."""
     load_timeout_s: Positive = 120.0
-    """For one adapter to be loaded."""
+    """Seconds for an engine to load one adapter; past it the publish fails."""
     stall_timeout_s: Positive = 300.0
-    """An engine that has work and makes no progress for so long is restarted."""
+    """An engine that has work and makes no progress for so many seconds is restarted."""
     spool_dir: str = ""
     """Where adapter files lie while the engine reads them. Empty: /dev/shm if it has room, else the run directory.
     With several nodes: a folder that all of them see.
@@ -83,16 +97,16 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     engine_command: tuple[str, ...] = ()
     """A command in place of the engine's own, which gets the same flags: for wrappers (numactl, nsys) and for tests."""
     engine_env: dict[str, str] = {}
-    """Environment variables for the engine, over the cleaned ones."""
+    """Environment variables for the engine; over those that it inherits and those that Tandem sets."""
 
     run_id: str = ""
-    """The one run that may take the lease; empty: any."""
+    """The one run that may take the lease; empty: any. A run of the trainer: its own."""
     lease_s: Positive = 15.0
-    """Without a heartbeat for so long the trainer is believed dead."""
+    """Without a heartbeat for so many seconds the trainer is believed dead."""
     keep_server_s: float = 0.0
-    """How long the server outlives its trainer's lease. Negative: until it is told to end."""
+    """Seconds that the server outlives its trainer's lease, for the next trainer. Negative: until it is told to end."""
     attach_within_s: Positive = 120.0
-    """How long a server that is ready waits for its first trainer (longer when keep_server_s says so)."""
+    """Seconds that a server which is ready waits for its first trainer; keep_server_s where that is more."""
     listen: str = "ipc"
     """`ipc`, or `tcp://host:port` (encrypted; port 0: any free one)."""
     http: str = ""
@@ -122,8 +136,11 @@ class ServerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The whole of server.toml."""
 
     server: ServerConfig
+    """What every engine knows."""
     vllm: VLLMConfig = VLLMConfig()
+    """vLLM's own options, where it is the backend."""
     sglang: SGLangConfig = SGLangConfig()
+    """SGLang's own options, where it is the backend."""
 
     @property
     def model(self) -> str:
@@ -134,6 +151,11 @@ class ServerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 def load(path: Path, overrides: Sequence[str] = ()) -> ServerFile:
     """Read and check server.toml, with `key=value` overrides applied. Raises ConfigError."""
     return checked(decode_toml(path, ServerFile, overrides), str(path))
+
+
+def all_words() -> list[Words]:
+    """Every setting and section of server.toml in words."""
+    return [words(ServerFile, key) for key in keys(ServerFile)]
 
 
 def from_dict(data: dict[str, Any], source: str) -> ServerFile:

@@ -134,8 +134,6 @@ def plan(
 
 def depends_on_weights(config: PlacementConfig, devices: Devices) -> bool:
     """Whether `plan` goes by how large the model's weights are: one GPU, for both halves. Raises ConfigError."""
-    if config.trainer_gib or config.mode not in ("auto", "shared"):
-        return False
     return _mode(config, devices, given=bool(config.server_gpus or config.trainer_gpus)) in ("shared", "time-share")
 
 

@@ -39,80 +39,151 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """`[sglang]`. None: not passed, so SGLang's default holds. extra_args go to SGLang as they are."""
 
     model_path: str | None = None
+    """What SGLang loads: a folder or a hub name. Left out: server.model."""
     tokenizer_path: str | None = None
+    """A folder or a hub name. Left out: server.tokenizer."""
     tokenizer_mode: str | None = None
+    """"auto": the fast tokenizer where there is one; "slow"."""
     load_format: str | None = None
+    """What the weights are read from, such as "safetensors"; "dummy" makes random ones up."""
     trust_remote_code: bool | None = None
+    """Run the Python that comes with the model. Left out: server.trust_remote_code."""
     random_seed: int | None = None
+    """Of SGLang's random numbers. Left out: server.seed."""
     skip_tokenizer_init: bool | None = None
+    """Load no tokenizer: only token ids go in and come out."""
     context_length: int | None = None
+    """Tokens of prompt and completion together. Left out: server.context_length, and 6 that SGLang keeps free."""
     mem_fraction_static: float | None = None
+    """Part of each GPU's memory for weights and KV cache, from 0 to 1. Left out: server.memory_share."""
     max_running_requests: int | None = None
+    """Sequences decoded at once. Left out: server.max_sequences."""
     max_total_tokens: int | None = None
+    """Tokens that the KV cache holds. Left out: on a GPU as memory allows, on a CPU by server.cpu_kv_gib."""
     chunked_prefill_size: int | None = None
+    """Tokens of a prompt read in one piece; -1: prompts are read whole, as server.chunked_prefill = false says."""
     max_prefill_tokens: int | None = None
+    """Tokens of prompts in one batch; the model's context where that is more."""
     schedule_policy: str | None = None
+    """Which waiting request comes next, such as "fcfs" (in order) or "lpm" (longest cached prefix)."""
     schedule_conservativeness: float | None = None
+    """Above 1 fewer requests start at once; for when many are taken back for want of KV cache."""
     cpu_offload_gb: int | None = None
+    """GB of weights that stay in main memory."""
     dtype: str | None = None
+    """Of weights and activations. Left out: server.dtype."""
     kv_cache_dtype: str | None = None
+    """Of the KV cache; "auto" is the model's. One that rounds samples from another policy than is trained."""
     tp_size: int | None = None
+    """GPUs that each layer is split over. Left out: server.tensor_parallel."""
     pp_size: int | None = None
+    """Groups of GPUs that the layers are split over, one after another."""
     dp_size: int | None = None
+    """Copies of the model inside one engine: 1, since SGLang loads adapters into one only. See server.data_parallel."""
     ep_size: int | None = None
+    """GPUs that the experts of a mixture are split over."""
     base_gpu_id: int | None = None
+    """The first GPU to use, counted among those that it sees."""
     nnodes: int | None = None
+    """Machines that the engine spreads over. Left out: server.nnodes."""
     node_rank: int | None = None
+    """Which of these machines this is, from 0. Left out: server.node_rank."""
     dist_init_addr: str | None = None
+    """`host:port` of the first node, where all meet. Left out: server.dist_init_addr."""
 
     disable_cuda_graph: bool | None = None
+    """No CUDA graphs. Left out: true where server.cuda_graphs is false."""
     disable_cuda_graph_padding: bool | None = None
+    """Use a CUDA graph only for a batch of exactly its size."""
     cuda_graph_max_bs: int | None = None
+    """The largest batch, in sequences, that a CUDA graph is recorded for. Gone from SGLang 0.5.23."""
     cuda_graph_bs: tuple[int, ...] | None = None
+    """The batches, in sequences, that CUDA graphs are recorded for. Gone from SGLang 0.5.23."""
     enable_torch_compile: bool | None = None
+    """Compile the model with torch.compile."""
     torch_compile_max_bs: int | None = None
+    """The largest batch, in sequences, that is compiled for."""
     attention_backend: str | None = None
+    """The kernels of attention. Left out: on a CPU "torch_native"."""
     sampling_backend: str | None = None
+    """The kernels of sampling. Left out: on a CPU "pytorch"."""
     grammar_backend: str | None = None
+    """What holds completions to a grammar; Tandem asks for none."""
     triton_attention_reduce_in_fp32: bool | None = None
+    """Triton's attention adds up in float32, for float16 models."""
     triton_attention_num_kv_splits: int | None = None
+    """Parts of the KV cache that Triton's decoding works on at the same time."""
     num_continuous_decode_steps: int | None = None
+    """Decoding steps between two looks at what waits."""
     torchao_config: str | None = None
+    """Quantize with torchao. Gone from SGLang 0.5.23."""
 
     disable_radix_cache: bool | None = None
+    """Keep no prompt's KV cache for others. Left out: true where server.prefix_cache is false."""
     enable_nccl_nvls: bool | None = None
+    """NCCL's NVLink SHARP for prompts."""
     disable_outlines_disk_cache: bool | None = None
+    """The grammars of outlines are not kept on disk."""
     disable_custom_all_reduce: bool | None = None
+    """NCCL in place of SGLang's own all-reduce."""
     disable_overlap_schedule: bool | None = None
+    """Plan a batch only when the one before is done. Left out: true on a CPU."""
     enable_mixed_chunk: bool | None = None
+    """Pieces of prompts and decoding in one batch."""
     enable_dp_attention: bool | None = None
+    """Attention in copies, the rest split over the GPUs; for models with few KV heads."""
     enable_ep_moe: bool | None = None
+    """Split the experts of a mixture over the GPUs. Gone from SGLang 0.5.23."""
     enable_nan_detection: bool | None = None
+    """Look for NaN in the logits. Gone from SGLang 0.5.23."""
     enable_p2p_check: bool | None = None
+    """See whether the GPUs reach each other's memory rather than take it for granted."""
     enable_memory_saver: bool | None = None
+    """Able to give the KV cache's memory back. Left out: server.sleep."""
     allow_auto_truncate: bool | None = None
+    """Cut a prompt that is too long rather than refuse it: samples of other prompts than are trained on. Leave it out.
+    """
     enable_multimodal: bool | None = None
+    """Serve images too, where the model can."""
     sleep_on_idle: bool | None = None
+    """Wait without using a core. Left out: true."""
 
     enable_lora: bool | None = None
+    """Serve adapters. Always true here."""
     max_lora_rank: int | None = None
+    """The largest rank of an adapter. Left out: server.max_lora_rank."""
     lora_target_modules: tuple[str, ...] | None = None
+    """The projections that adapters may change. Left out: all that SGLang can serve."""
     max_loras_per_batch: int | None = None
+    """Adapters in one batch, the base model counted as one. Left out: server.adapter_slots and 1."""
     max_loaded_loras: int | None = None
+    """Adapters kept in main memory. Left out: server.adapters_held."""
     lora_eviction_policy: str | None = None
+    """Which adapter leaves a full GPU: "lru" (unused for longest) or "fifo"."""
     lora_backend: str | None = None
+    """The kernels of adapters. Left out: on a CPU "torch_native"."""
     lora_paths: tuple[str, ...] | None = None
+    """Adapters to load at the start, each `path` or `name=path`; Tandem asks for none of them."""
     enable_lora_overlap_loading: bool | None = None
+    """Copy an adapter to the GPU while others compute."""
 
     log_level: str | None = None
+    """How much SGLang logs. Left out: "warning"."""
     log_level_http: str | None = None
+    """How much its HTTP server logs. Left out: as log_level."""
     log_requests: bool | None = None
+    """Log each request."""
     log_requests_level: int | None = None
+    """What of it, from 0 (no content) to 3 (all of it, prompts and completions)."""
     show_time_cost: bool | None = None
+    """Log the times of SGLang's own marks."""
     enable_metrics: bool | None = None
+    """Prometheus figures. Left out: server.metrics."""
     decode_log_interval: int | None = None
+    """Decoding steps between two lines of the log and two readings of the figures."""
 
     extra_args: tuple[str, ...] = ()
+    """Flags and values for SGLang's command line, as they are: what has no key here."""
 
 
 def resolve(server: "ServerConfig", native: SGLangConfig, device: str) -> SGLangConfig:

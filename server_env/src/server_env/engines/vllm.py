@@ -32,47 +32,91 @@ class VLLMConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """`[vllm]`. None: not passed, so vLLM's default holds. extra_args go to vLLM as they are."""
 
     model: str | None = None
+    """What vLLM loads: a folder or a hub name. Left out: server.model."""
     tokenizer: str | None = None
+    """A folder or a hub name. Left out: server.tokenizer."""
     load_format: str | None = None
+    """What the weights are read from, such as "safetensors"; "dummy" makes random ones up."""
     trust_remote_code: bool | None = None
+    """Run the Python that comes with the model. Left out: server.trust_remote_code."""
     seed: int | None = None
+    """Of vLLM's random numbers. Left out: server.seed."""
     skip_tokenizer_init: bool | None = None
+    """Load no tokenizer: vLLM is asked in token ids and answers in them, but for server.http's users."""
     dtype: str | None = None
+    """Of weights and activations. Left out: server.dtype."""
     max_model_len: int | None = None
+    """Tokens of prompt and completion together. Left out: server.context_length."""
     max_num_seqs: int | None = None
+    """Sequences in one step at most. Left out: server.max_sequences."""
     max_num_batched_tokens: int | None = None
+    """Tokens in one step at most, those of prompts and those that are decoded together."""
     block_size: int | None = None
+    """Tokens in a block of the KV cache; a prefix is shared in whole blocks. Left out: on a CPU 32, on a GPU vLLM's
+    own.
+    """
     kv_cache_dtype: str | None = None
+    """Of the KV cache, such as "fp8"; "auto" is the model's. One that rounds samples from another policy than is
+    trained.
+    """
     gpu_memory_utilization: float | None = None
+    """Part of each GPU's memory for weights and KV cache, from 0 to 1. Left out: server.memory_share."""
     cpu_offload_gb: float | None = None
+    """GiB of weights, for each GPU, that stay in main memory and are read from there at every step."""
     swap_space: float | None = None
+    """GiB of main memory for each GPU to swap KV cache to, in versions that do."""
     distributed_executor_backend: str | None = None
+    """How vLLM runs its workers: "mp" or "ray"."""
     tensor_parallel_size: int | None = None
+    """GPUs that each layer is split over. Left out: server.tensor_parallel."""
     pipeline_parallel_size: int | None = None
+    """Groups of GPUs that the layers are split over, one after another."""
     data_parallel_size: int | None = None
+    """Copies of the model inside one engine. server.data_parallel makes engines of their own instead."""
     nnodes: int | None = None
+    """Machines that the engine spreads over. Left out: server.nnodes."""
     node_rank: int | None = None
+    """Which of these machines this is, from 0. Left out: server.node_rank."""
     master_addr: str | None = None
+    """Host of the first node, where all meet. Left out: that of server.dist_init_addr."""
     master_port: int | None = None
+    """Its port. Left out: that of server.dist_init_addr."""
     headless: bool | None = None
+    """Only compute, without an API. Left out: so on every node but the first."""
 
     enforce_eager: bool | None = None
+    """No CUDA graphs and no torch.compile. Left out: true where server.cuda_graphs is false."""
     disable_sliding_window: bool | None = None
+    """Cap the context at a sliding-window model's window instead."""
     no_enable_chunked_prefill: bool | None = None
+    """Read every prompt at once. Left out: true where server.chunked_prefill is false."""
     no_enable_prefix_caching: bool | None = None
+    """Keep no prompt's KV cache for others. Left out: true where server.prefix_cache is false."""
     enable_sleep_mode: bool | None = None
+    """Able to give GPU memory back. Left out: server.sleep."""
     worker_extension_cls: str | None = None
+    """A class, by its full name, that vLLM's workers inherit from as well."""
     logprobs_mode: str | None = None
+    """Of which distribution logprobs are. Only "processed_logprobs", which Tandem sets, is that which is sampled from.
+    """
     uvicorn_log_level: str | None = None
+    """How much vLLM's HTTP server logs. Left out: "warning"."""
 
     enable_lora: bool | None = None
+    """Serve adapters. Always true here."""
     max_lora_rank: int | None = None
+    """The largest rank of an adapter, rounded up to one that vLLM takes. Left out: server.max_lora_rank."""
     max_loras: int | None = None
+    """Adapters in one batch. Left out: server.adapter_slots."""
     max_cpu_loras: int | None = None
+    """Adapters kept in main memory; more than max_loras. Left out: server.adapters_held."""
     lora_modules: tuple[str, ...] | None = None
+    """Adapters to load at the start, each `name=path`; Tandem asks for none of them."""
     fully_sharded_loras: bool | None = None
+    """Split all of an adapter's work over the GPUs of tensor_parallel_size, not half of it."""
 
     extra_args: tuple[str, ...] = ()
+    """Flags and values for vLLM's command line, as they are: what has no key here."""
 
 
 def resolve(

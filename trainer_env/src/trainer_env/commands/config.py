@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.errors import ConfigError
+from bridge.setting_words import Words
+from bridge.toml_values import toml_value
 from trainer_env import arguments, config
 from trainer_env.cli import EXIT_CONFIG
 from trainer_env.commands.config_check import check
 from trainer_env.config import comparing
 from trainer_env.config.setting_words import OTHER_HALF, is_known, known_keys, words
-from trainer_env.config.toml_writer import toml_value
 from trainer_env.runs.finding import add_output_dir, config_name, find_config, is_config
 
 _EPILOG = """\
@@ -20,6 +21,7 @@ examples:
   config show my.toml --changed                  only what differs from the defaults
   config show grpo.learning_rate                 what a setting means, takes, and is
   config show adding grpo.learning_rate          the same, with its value in runs/adding
+  config show server                             all of a section; of the server half's as well
   config check my.toml configs/*.toml --load     is all well? reads data and rewards too
   config diff adding my.toml                     what is different between a run and a file
 """
@@ -69,9 +71,22 @@ def _show(options: argparse.Namespace) -> int:
     loaded = config.load(path, options.set)
     if key:
         _explain(key, loaded, path)
+    elif options.changed:
+        print(comparing.show_changed(loaded), end="")
     else:
-        print((comparing.show_changed if options.changed else comparing.show)(loaded), end="")
+        _show_all(loaded)
     return 0
+
+
+def _show_all(loaded: config.TrainConfig) -> None:
+    """The config with the defaults of both halves, as far as the server half can be asked for its own."""
+    from trainer_env.commands import config_server  # With all that it takes to ask the server half.
+
+    try:
+        print(comparing.show(loaded, config_server.remarks(loaded)), end="")
+    except ConfigError as error:
+        print(comparing.show(loaded), end="")
+        print(f"# The defaults of {', '.join(OTHER_HALF)} are not known here: {error.what} ({error.remedy})")
 
 
 def _config_and_key(what: Sequence[str], runs: Path) -> tuple[str, str]:
@@ -97,20 +112,28 @@ def _config_and_key(what: Sequence[str], runs: Path) -> tuple[str, str]:
 
 
 def _explain(key: str, loaded: config.TrainConfig, path: Path) -> None:
+    if key.partition(".")[0] in OTHER_HALF:
+        from trainer_env.commands import config_server
+
+        lines, told = config_server.explain(key, loaded, config_name(path), arguments.demo())
+        print("\n".join(lines))
+        if told:
+            _print_words(key, told, its_own=told.key == key and key not in OTHER_HALF)
+        return
     values = comparing.settings(loaded)
     below = {name: setting for name, setting in values.items() if name == key or name.startswith(f"{key}.")}
     known = key
     while below and not is_known(known):
         known = known.rpartition(".")[0]  # What stands in a free table, such as a reward's args, is the table's.
-    told = words(known, arguments.demo())
     for name, setting in below.items():
         print(f"{name} = {toml_value(setting.value)}  ({config_name(path)})")
-    if known in OTHER_HALF and known != key:
-        print("the server half's: see configs/demo.toml and docs/backends.md")
-        return
-    its_own = key in values and known == key
+    _print_words(key, words(known, arguments.demo()), its_own=key in values)
+
+
+def _print_words(key: str, told: Words, *, its_own: bool) -> None:
+    """What is said of a key. told: its words, or those of the table that it stands in. its_own: it has a value."""
     rows = [("default", told.default or "none: it has to be set"), ("takes", told.takes)] if its_own else []
-    rows += [("in", known)] if known != key else []
+    rows += [("in", told.key)] if told.key != key else []
     rows += [("means", " — ".join(told.meaning))] if told.meaning else []
     rows += [("section", told.section)]
     for name, text in rows:

@@ -182,11 +182,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     placement: PlacementConfig = PlacementConfig()
     tracking: TrackingConfig = TrackingConfig()
     server: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The server half's own: which engine, its limits and waits. See configs/demo.toml and docs/backends.md."""
+    """The server half's own: which engine, its limits and waits. `config show server` lists them."""
     vllm: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of vLLM, under its own names; docs/backends.md says which are Tandem's."""
+    """Options of vLLM, under its own names. `config show vllm` lists them; docs/backends.md has those of Tandem."""
     sglang: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of SGLang, under its own names; docs/backends.md says which are Tandem's."""
+    """Options of SGLang, under its own names. `config show sglang` lists them; docs/backends.md has those of Tandem."""
 
     @property
     def backend(self) -> str:

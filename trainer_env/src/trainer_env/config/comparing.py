@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 
+from bridge.toml_values import toml_value
 from trainer_env.config import TrainConfig
 from trainer_env.config.setting_words import OTHER_HALF
-from trainer_env.config.toml_writer import toml_value, write_toml
+from trainer_env.config.toml_writer import write_toml
 
 NO_DEFAULT = msgspec.UNSET
 """Of a setting that has to be set, or whose default is the server half's."""
@@ -58,10 +59,17 @@ def _of_table(table: Mapping[str, Any], at: str) -> dict[str, Setting]:
     return found
 
 
-def show(config: TrainConfig) -> str:
-    """The config as TOML with every default written out; a comment marks what differs from its default."""
-    known = settings(config)
-    return write_toml(msgspec.to_builtins(config), lambda key: _remark(key, known.get(key)))
+def show(config: TrainConfig, left_out: Mapping[str, str] | None = None) -> str:
+    """The config as TOML with every default written out; a comment marks what differs from its default.
+
+    left_out: what to say of settings of the server half that are not set, by their dotted keys; comments as well.
+    """
+    known, left_out = settings(config), left_out or {}
+    data = msgspec.to_builtins(config)
+    for key in left_out:
+        table, _, name = key.partition(".")
+        data[table].setdefault(name)
+    return write_toml(data, lambda key: left_out.get(key) or _remark(key, known.get(key)))
 
 
 def show_changed(config: TrainConfig) -> str:

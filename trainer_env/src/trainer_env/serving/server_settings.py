@@ -10,6 +10,22 @@ from trainer_env.placement import Placement
 _OVER = {"startup_timeout_s", "attach_within_s"}
 """Settings of `[server]` that mean nothing to a server which a trainer has reached."""
 
+FILLED_FROM = {
+    "server.run_id": "run",
+    "server.model": "model.name",
+    "server.dtype": "model.dtype",
+    "server.trust_remote_code": "model.trust_remote_code",
+    "server.seed": "seed",
+    "server.context_length": "model.max_seq_length",
+    "server.max_lora_rank": "lora.r",
+    "server.max_staleness": "rollout.max_staleness and the placement",
+    "server.device": "the placement",
+    "server.tensor_parallel": "the placement",
+    "server.memory_share": "the placement",
+    "server.sleep": "the placement",
+}
+"""Where a setting that the user has left out of `[server]` comes from: a key of the config, or the placement."""
+
 
 def server_settings(config: TrainConfig, model: str, placement: Placement) -> dict[str, Any]:
     """The content of server.toml. model: what `models.resolve` returned; the rest: config and placement.
