@@ -108,12 +108,13 @@ class Session:
         """The run in a few lines, for people: what trains on what, and in which versions."""
         grpo, held_out = self.config.grpo, len(self._data.evaluation)
         dtype = f"{self.config.model.dtype}{remark(self.config, self.placement)}"
-        groups = grpo.per_device_train_batch_size * grpo.gradient_accumulation_steps // grpo.num_generations
+        completions = grpo.per_device_train_batch_size * grpo.gradient_accumulation_steps * self.placement.ranks
+        prompts = completions / grpo.num_generations  # A step may use a part of a group, and the next one the rest.
         return [
             f"run        {self.config.run_dir}" + (" (resumed)" if self._resume else ""),
             f"model      {self.config.model.name}, LoRA rank {self.config.lora.r}, {dtype}",
             f"data       {self.config.data.source}: {len(self._data.train)} to train on, {held_out} held out",
-            f"steps      {grpo.max_steps} of {groups} prompts x {grpo.num_generations} completions",
+            f"steps      {grpo.max_steps} of {prompts:g} prompts x {grpo.num_generations} completions",
             f"server     {self._serving.versions()}",
             f"trainer    {versions('unsloth', 'trl', 'peft', 'transformers', 'torch')}",
         ]
