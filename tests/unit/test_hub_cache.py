@@ -171,7 +171,7 @@ def test_one_gpu_is_shared_by_a_run_of_a_hub_model_that_fits_and_nobody_is_asked
     monkeypatch.setattr(opening, "detect", lambda: Devices(gpus=(gpu,), cores=8))
     assert opening.place(recipe, "x").mode == "shared"
     assert [name for name, _ in asked] == [recipe.model.name]
-    index = json.dumps({"metadata": {"total_size": 100 * GIB}}).encode()
+    index = json.dumps({"metadata": {"total_size": 40 * GIB}}).encode()
     cached(hub, recipe.model.name, {INDEX: index})
     assert opening.place(recipe, "x").mode == "time-share"
     assert len(asked) == 1
@@ -182,8 +182,8 @@ def test_one_gpu_is_shared_by_a_run_of_a_hub_model_that_fits_and_nobody_is_asked
     [
         (0, {}, False),
         (1, {}, True),
-        (1, {"trainer_gib": 9.0}, False),
-        (1, {"mode": "time-share"}, False),
+        (1, {"trainer_gib": 9.0}, True),
+        (1, {"mode": "time-share"}, True),
         (2, {}, False),
         (2, {"mode": "shared"}, True),
         (2, {"server_gpus": (0,)}, False),

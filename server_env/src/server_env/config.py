@@ -43,8 +43,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     context_length: Annotated[int, msgspec.Meta(ge=2)] | None = None
     """Tokens of prompt and completion together. None: the model's own. A run of the trainer: model.max_seq_length."""
     memory_share: Share | None = None
-    """Part of each GPU's memory that the engine may take in all: 0.5 is half of all there is, free or not. None: what it
-    chooses itself. A run of the trainer: what the placement leaves, which `--check` prints. GPU only.
+    """Part of each GPU's memory that the engine may take in all: 0.5 is half of all there is, free or not. None: what
+    it chooses itself. A run of the trainer: what the placement leaves, which `--check` prints. GPU only.
     """
     cpu_kv_gib: Count = 2
     """GiB of main memory for the KV cache. CPU only."""
