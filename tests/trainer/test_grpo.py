@@ -19,6 +19,7 @@ from trainer_env.proof.prover import SyncWarning
 from trainer_env.rewards import Reward
 from trainer_env.rewards.reward_errors import RewardError
 from trainer_env.runs.checkpoints import last_checkpoint
+from trainer_env.runs.tracking import Tracker
 from trainer_env.training import grpo
 
 WARN = 'rollout.on_sync_mismatch="warn"'
@@ -70,6 +71,18 @@ def test_a_run_from_start_to_end(train, tiny, tmp_path, monkeypatch):
     torch.testing.assert_close(reloaded(ids).logits, done.policy.model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
 
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_rewards_that_never_differ_are_told_of(train, monkeypatch):
+    said = []
+    monkeypatch.setattr(Tracker, "note", lambda _, text: said.append(text))
+    train("grpo.max_steps=10", rewards=[Reward("same", lambda *, completions, **_: [-0.01] * len(completions))])
+    (line,) = said
+    assert "taught nothing" in line
+    assert "(mean now -0.01)" in line
+    said.clear()
+    train("grpo.max_steps=10", run="learns")
+    assert not said
 
 
 def test_a_step_makes_what_was_rewarded_likelier(train):

@@ -17,6 +17,7 @@ from trainer_env.runs.records import StepMetrics
 from trainer_env.runs.report_to import step_figures
 from trainer_env.runs.tracking import Tracker
 from trainer_env.sampling.rollouts import Batch, Rollouts
+from trainer_env.training.flat_rewards import FlatRewards
 
 
 class Enough(Exception):
@@ -54,6 +55,7 @@ class StepReport(TrainerCallback):
         self._after_step = after_step
         self._enough = enough
         self._stop = stop
+        self._flat = FlatRewards()
         self._mark = 0.0
         self._step_s = 0.0
         self._carried: dict[str, float] = {}
@@ -110,6 +112,8 @@ class StepReport(TrainerCallback):
             metrics = self._metrics(state.global_step, logs, batches, figures, tokens)
             samples = self._scoring.samples(state.global_step, batches[-1].versions) if batches else []
             self._tracker.step(metrics, samples)
+            if remark := self._flat.step(logs, metrics.reward_mean):
+                self._tracker.note(remark)
             logs.update(step_figures(metrics))
         if self._after_step is not None:
             self._after_step(state.global_step)
