@@ -154,6 +154,32 @@ def test_a_fault_ends_the_batch_though_another_reward_hangs():
     )
 
 
+def alarmed(**_):
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def alarmed_in_other_words(**_):
+    try:
+        alarmed()
+    except ValueError as error:
+        raise ValueError("there is no support for threads") from error
+
+
+def its_own_cause(**_):
+    error = ValueError("in circles")
+    raise error from error
+
+
+@pytest.mark.parametrize("function", [alarmed, alarmed_in_other_words])
+def test_a_limit_made_of_signals_is_told_what_to_do_in_a_thread(function):
+    message = failure(Reward("r", function))
+    assert "Reward 'r' raised ValueError: " in message
+    assert "do: A reward runs in a thread of its own" in message
+    assert "parsing_timeout=None" in message
+    assert "do:" not in failure(Reward("r", lambda **_: [1 / 0]))
+    assert "do:" not in failure(Reward("r", its_own_cause))
+
+
 def test_a_fault_whose_search_hangs_is_told_without_a_sample():
     def function(*, completions, **_):
         if len(completions) > 1:

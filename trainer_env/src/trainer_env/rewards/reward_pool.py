@@ -2,7 +2,7 @@
 
 import faulthandler
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty
 from typing import Any, Protocol, TypeGuard
 
@@ -16,6 +16,13 @@ SEARCH_AT_ONCE = 8
 """How many rows are run at the same time then."""
 LOCKED_S = 10.0
 """How long past a limit this thread may be kept from running at all before the process is ended."""
+
+_SIGNAL_FAULT = "signal only works in main thread"
+"""Part of what Python says of a time limit made of signals, outside the main thread."""
+_WITHOUT_SIGNALS = (
+    "A reward runs in a thread of its own, where a time limit made of signals (SIGALRM) does not work: turn it off; "
+    "rewards.timeout_s is the limit. With math_verify: parse(…, parsing_timeout=None), verify(…, timeout_seconds=None)."
+)
 
 Columns = Mapping[str, Any]
 
@@ -116,7 +123,20 @@ def _raised(
     return RewardError(
         f"{what}." if row is None else f"{what}, {sample_at(row, prompts, completions)}",
         why=f"It was given the columns {', '.join(['prompts', 'completions', *known])}.",
+        remedy=_WITHOUT_SIGNALS if any(_SIGNAL_FAULT in str(each) for each in _with_causes(error)) else "",
     )
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from, or while: libraries put words of their own around what Python says.
+
+    An error can be its own cause: `raise error from error`.
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _is_fault(outcome: object) -> TypeGuard[BaseException]:
