@@ -113,6 +113,33 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
         models.resolve(str(tmp_path))
 
 
+@pytest.mark.parametrize("where", ["folder", "hub"])
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, True),
+        ({"load_in_4bit": True}, True),
+        ({"quant_method": "fp8"}, False),
+        (None, False),
+    ],
+)
+def test_weights_that_bitsandbytes_has_quantized_are_refused_before_an_engine_starts(
+    tmp_path, monkeypatch, where, settings, refused
+):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    monkeypatch.setattr(models, "go_offline_unless_reachable", lambda: "")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: str(config))
+    name = str(tmp_path) if where == "folder" else "owner/model-bnb-4bit"
+    if not refused:
+        assert models.resolve(name) == name
+        return
+    with pytest.raises(ConfigError, match="quantized with bitsandbytes") as error:
+        models.resolve(name)
+    assert "16-bit model" in error.value.remedy
+    assert "model.load_in_4bit = true" in error.value.remedy
+
+
 def test_a_local_folder_is_itself(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").symlink_to(tiny)

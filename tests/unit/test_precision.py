@@ -77,6 +77,14 @@ def test_what_was_chosen_stays_and_a_slow_choice_is_remarked_on(cpu, dtype):
     assert precision.remark(chosen, placed(on_gpu=True)) == ""
 
 
+def test_a_base_that_only_the_trainer_quantizes_is_remarked_on(cpu):
+    remark = precision.remark(demo("model.load_in_4bit=true"), placed(on_gpu=True))
+    assert "4 bits in the trainer alone" in remark
+    assert 'rollout.on_sync_mismatch = "warn"' in remark
+    meant = demo("model.load_in_4bit=true", "rollout.on_sync_mismatch=warn")
+    assert precision.remark(meant, placed(on_gpu=True)) == ""
+
+
 @pytest.mark.parametrize(
     ("settings", "sent"),
     [

@@ -8,6 +8,7 @@ import difflib
 import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def resolve(model: str) -> str:
 
     `builtin:smollm2-135m-instruct` is a real small model. `builtin:tiny-random-llama` is random and tiny, for tests;
     `builtin:tiny-random-llama?scale=8` has weights eight times as large, so that its outputs differ visibly.
-    Raises ConfigError for a model that does not exist.
+    Raises ConfigError for a model that does not exist, or that no engine here can load.
     """
     if model.startswith(PREFIX):
         return str(_builtin(model.removeprefix(PREFIX)))
@@ -48,24 +49,41 @@ def resolve(model: str) -> str:
                 why="It is not a model in Hugging Face format, or its download was cut short.",
                 remedy="Name a folder that save_pretrained wrote.",
             )
+        _require_no_bitsandbytes(model, path / "config.json")
         return str(path.resolve())
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ConfigError(
             f"There is no model folder {path}.",
             remedy=f"Check the path, or use a hub name (owner/model) or {PREFIX}{next(iter(BUILTIN))}.",
         )
-    _require_on_hub(model)
+    _require_no_bitsandbytes(model, _config_on_hub(model))
     return model
 
 
-def _require_on_hub(model: str) -> None:
+def _require_no_bitsandbytes(model: str, config: Path) -> None:
+    """Refuse a model whose weights are stored as bitsandbytes quantizes them. config: its config.json."""
+    try:
+        quantized = json.loads(config.read_bytes()).get("quantization_config") or {}
+        method = quantized.get("quant_method") or ("bitsandbytes" if quantized.get("load_in_4bit") else "")
+    except (ValueError, AttributeError):
+        return  # Whoever loads it says what is wrong with it.
+    if method == "bitsandbytes":
+        raise ConfigError(
+            f"The weights of {model} are quantized with bitsandbytes.",
+            why="The environments of both engines are without bitsandbytes, so that the server could not load it.",
+            remedy="Set model.name to the 16-bit model that it was made of, and model.load_in_4bit = true: the trainer "
+            "quantizes it as it loads it.",
+        )
+
+
+def _config_on_hub(model: str) -> Path:
     """Fetch the model's config, which is small: fails here, in words, rather than inside the engine."""
     offline = go_offline_unless_reachable()
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        hf_hub_download(model, "config.json")
+        return Path(hf_hub_download(model, "config.json"))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"The model {model!r} is neither a folder here nor a model that the hub gives us.",

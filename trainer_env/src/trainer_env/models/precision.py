@@ -42,12 +42,17 @@ def computes_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
 
 
 def remark(config: TrainConfig, placement: Placement) -> str:
-    """What people should know of the format that they have chosen; empty: nothing."""
+    """What people should know of the format that they have chosen, in parentheses; empty: nothing."""
     if config.model.dtype == "bfloat16" and placement.mode == "cpu" and not computes_bfloat16():
         return ' (this CPU computes it in software, many times slower than float32: set model.dtype = "auto")'
     if (older := _without_bfloat16(placement)) and config.model.dtype != "float32":
         advice = ': set model.dtype = "auto"' if config.model.dtype == "bfloat16" else ""
         return f" ({' and '.join(older)} cannot compute in bfloat16{advice})"
+    if config.model.load_in_4bit and config.rollout.on_sync_mismatch == "stop":
+        return (
+            " (4 bits in the trainer alone: the proof of sync may end the run at its first rollout, unless "
+            'rollout.on_sync_mismatch = "warn")'
+        )
     return ""
 
 
