@@ -189,13 +189,13 @@ def test_a_wrong_reward_is_named_with_its_sample(run):
     assert "completion: '" in run.stderr
 
 
-def test_a_prompt_that_does_not_fit_is_quoted_before_the_first_step(prompt_too_long):
+def test_a_prompt_that_does_not_fit_is_quoted_before_an_engine_starts(prompt_too_long):
     run = prompt_too_long
     assert run.code == 2, run.report()
     assert "A prompt of 200 tokens and a completion of up to 4 do not fit the context of 128 tokens" in run.stderr
     assert "'Why? Why? " in run.stderr
     assert "model.max_seq_length" in run.stderr
-    assert run.journal("asked") == []
+    assert run.journal("start") == []
     assert run.left == {}
 
 

@@ -63,6 +63,8 @@ def _run(options: Namespace) -> int:
         print(line, flush=True)
     if options.check:
         print(f"engine     {session.check()}")
+        if session.left_out:
+            print(f"left out   {session.left_out}")
         return 0
     if placement.ranks > 1:
         return launch(session.config, placement, resume=bool(options.resume))

@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 
     checked = jobs.add_parser("check", help="everything that is wrong with a config")
     checked.add_argument("configs", nargs="+", metavar="CONFIG")
-    checked.add_argument("--load", action="store_true", help="read the data and the reward functions as well")
+    checked.add_argument(
+        "--load", action="store_true", help="read the data (and how long prompts are) and the reward functions"
+    )
     checked.set_defaults(work=_check)
     for job in (show, checked):
         job.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as if the config said so")

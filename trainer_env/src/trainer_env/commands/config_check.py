@@ -49,12 +49,27 @@ def check(path: Path, overrides: Sequence[str] = (), *, load: bool = False) -> V
     found += served
     found += _said_by(lambda: report_to.require_packages(config.tracking.report_to), source)
     if load:
-        from trainer_env import data as examples
         from trainer_env import rewards
 
-        found += _said_by(lambda: examples.load(config.data, config.seed), source)
+        wrong, unseen = _data(config, source)
+        found, unchecked = found + wrong, unchecked + unseen
         found += _said_by(lambda: rewards.load(config.rewards), source)
     return Verdict(source, tuple(found), tuple(unchecked))
+
+
+def _data(config: TrainConfig, source: str) -> tuple[list[str], list[str]]:
+    """(What is wrong with the data, the model's name and the lengths of prompts; what could not be looked at.)"""
+    from trainer_env import data, models
+    from trainer_env.sampling.prompts import fitting_early
+
+    read: list[data.Data] = []
+    if wrong := _said_by(lambda: read.append(data.load(config.data, config.seed)), source):
+        return wrong, []
+    if missing := models.missing_packages(config.model.name):
+        return [], [
+            f"the lengths of prompts: {config.model.name} is made from {', '.join(missing)}, not installed here"
+        ]
+    return _said_by(lambda: fitting_early(config, read[0], models.resolve(config.model.name)), source), []
 
 
 def _server_half(config: TrainConfig, source: str) -> tuple[list[str], list[str]]:

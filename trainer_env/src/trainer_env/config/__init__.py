@@ -80,6 +80,8 @@ class DataConfig(Section, frozen=True, kw_only=True):
     answer_column: str = "answer"
     prompt_template: str = ""
     system_prompt: str = ""
+    filter_overlong_prompts: bool = False
+    """Leave out prompts above model.max_seq_length - grpo.max_completion_length tokens, rather than refuse them."""
     chat: bool = True
     """Put prompts into the model's chat template. false sends them as they are, for models without one."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -231,8 +233,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     @property
     def max_prompt_length(self) -> int:
-        """Tokens that a prompt may have, so that the longest completion still fits."""
-        return self.model.max_seq_length - self.grpo.max_completion_length
+        """Tokens that a prompt may have, so that the longest completion still fits, in the server too."""
+        served = self.server.get("context_length")
+        context = min(self.model.max_seq_length, served) if isinstance(served, int) else self.model.max_seq_length
+        return context - self.grpo.max_completion_length
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

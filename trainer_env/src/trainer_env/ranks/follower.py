@@ -8,6 +8,7 @@ from trainer_env.config import TrainConfig
 from trainer_env.data.ordering import Schedule
 from trainer_env.placement import Placement
 from trainer_env.ranks.followed_server import FollowedServer
+from trainer_env.sampling import prompts
 from trainer_env.sampling.rollouts import Rollouts
 from trainer_env.sampling.sampler import Sampler
 
@@ -21,7 +22,7 @@ class Follower:
         self._placement = placement
         self._resume = resume
         self._rewards = rewards.load(config.rewards)
-        self._train = data.load(config.data, config.seed).train
+        self._data = data.load(config.data, config.seed)
 
     def run(self) -> None:
         """Train along. Raises what the server, a reward or the trainer raises."""
@@ -30,7 +31,10 @@ class Follower:
         from trainer_env.publishing.publisher import Publisher
         from trainer_env.training import grpo
 
-        policy = grpo.load_policy(config, models.resolve(config.model.name))
+        model = models.resolve(config.model.name)
+        fitting = prompts.fitting_early(config, self._data, model)
+        policy = grpo.load_policy(config, model)
+        fitting = prompts.fitting(config, fitting.data, policy.tokenizer)  # As in the first process: the same examples.
         ranks.join(on_gpu=self._placement.mode != "cpu")
         server = FollowedServer(config.run_dir, ranks.word_of_the_first(""))
         try:
@@ -42,7 +46,7 @@ class Follower:
                 rollouts=Rollouts(
                     sampler,
                     config,
-                    Schedule(config, self._train, rank=ranks.rank(), ranks=ranks.count()),
+                    Schedule(config, fitting.data.train, rank=ranks.rank(), ranks=ranks.count()),
                     max_staleness=config.max_staleness(self._placement.mode),
                 ),
                 publisher=Publisher(server.client),

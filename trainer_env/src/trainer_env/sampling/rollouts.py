@@ -12,7 +12,8 @@ from bridge.errors import ConfigError, StaleVersion, SyncMismatch
 from bridge.protocol import Generate, Sampling, pack_ids
 from trainer_env.config import TrainConfig
 from trainer_env.data.ordering import Schedule
-from trainer_env.sampling.sampler import Asked, Prompt, Sampler
+from trainer_env.sampling.prompts import Prompt
+from trainer_env.sampling.sampler import Asked, Sampler
 
 
 class Observer(Protocol):

@@ -9,14 +9,12 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.errors import ConfigError, EngineFailed, SyncMismatch, Timeout
+from bridge.errors import EngineFailed, SyncMismatch, Timeout
 from bridge.protocol import Generate, Generated, Sampling, pack_ids, unpack_ids, unpack_logprobs
 from trainer_env.config import TrainConfig
+from trainer_env.sampling.prompts import Prompt, encode, too_long
 from trainer_env.serving.server import Server
 from trainer_env.serving.turns import Turns
-
-Prompt = str | list[dict[str, Any]]
-"""Text, or a conversation for the chat template."""
 
 GRACE_S = 1500.0
 """How much longer than a request's own deadline to wait for the client to report it. In that time a server that died is
@@ -153,38 +151,12 @@ class Sampler:
 
         Raises ConfigError, quoting the prompt, when it leaves no room for a completion of max_tokens.
         """
-        if isinstance(prompt, str):
-            ids: list[int] = self._tokenizer(prompt)["input_ids"]
-        else:
-            ids = self._apply_chat_template(prompt)
+        ids = encode(prompt, self._tokenizer, self._config.data)
         context = min(self._server.welcome.limits.max_context, self._config.model.max_seq_length)
         completion = max_tokens or self._config.grpo.max_completion_length
-        if not ids:
-            raise ConfigError("A prompt has no tokens.", remedy="Leave empty prompts out of the data.")
         if len(ids) + completion > context:
-            raise ConfigError(
-                f"A prompt of {len(ids)} tokens and a completion of up to {completion} do not fit the context of "
-                f"{context} tokens. The prompt begins: {_excerpt(prompt)}",
-                remedy="Leave such samples out of the data, raise model.max_seq_length and the server's limit with it, "
-                "or lower grpo.max_completion_length.",
-            )
+            raise too_long(prompt, len(ids), completion=completion, context=context)
         return ids
-
-    def _apply_chat_template(self, conversation: list[dict[str, Any]]) -> list[int]:
-        if not self._tokenizer.chat_template:
-            raise ConfigError(
-                "The data holds conversations, and this model's tokenizer has no chat template.",
-                remedy="Set data.chat = false to send plain text, or train an instruction-tuned model.",
-            )
-        prefilled = conversation[-1]["role"] == "assistant"
-        return self._tokenizer.apply_chat_template(
-            conversation,
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-            tokenize=True,
-            return_dict=False,
-            **self._config.data.chat_template_kwargs,
-        )
 
     def _checked(self, request: Generate, reply: Generated) -> list[Sample]:
         """A reply's completions, checked: what TRL trains on must be complete."""
@@ -213,8 +185,3 @@ class Sampler:
                 ids, logprobs, trained = [*ids, self.eos_token_ids[0]], [*logprobs, 0.0], [*trained, 0]
             samples.append(Sample(ids, logprobs, trained, completion.finish_reason, reply.version))
         return samples
-
-
-def _excerpt(prompt: Prompt, length: int = 300) -> str:
-    text = prompt if isinstance(prompt, str) else " | ".join(str(message.get("content", "")) for message in prompt)
-    return repr(text if len(text) <= length else text[:length] + "…")

@@ -22,6 +22,7 @@ from trainer_env.runs.records import Summary
 from trainer_env.runs.report_to import require_packages
 from trainer_env.runs.run_folder import RunLock, needing_room, step_to_resume
 from trainer_env.runs.run_reader import RunFiles, read_run
+from trainer_env.sampling.prompts import fitting_early
 from trainer_env.serving import Serving
 from trainer_env.serving.server import Server
 from trainer_env.serving.server_process import versions
@@ -72,6 +73,8 @@ class Session:
         self._interrupts = Interrupts(say=self._say)
         self._serving = Serving(config, placement, say=self._say)
         self._model = ""
+        self.left_out = ""
+        """How many examples `check` has left out for their long prompts, for people; empty: none."""
         self._asking: Asking | None = None
         self._display: Display | None = None
         self._lock: RunLock | None = None
@@ -123,8 +126,15 @@ class Session:
         return "\n".join([*self.describe(), *self.placement.lines()])
 
     def check(self) -> str:
-        """Have the server half check its part; the engine's command line. Starts nothing. Raises ConfigError."""
-        return self._serving.check(self._source)
+        """Have the server half check its part, then find the model, and prompts that leave no room for a completion.
+
+        Returns the engine's command line. Starts nothing. Raises ConfigError.
+        """
+        command = self._serving.check(self._source)
+        self._model = models.resolve(self.config.model.name)
+        found = fitting_early(self.config, self._data, self._model)
+        self._data, self.left_out = found.data, found.remark(self.config) or self.left_out
+        return command
 
     def start(self) -> None:
         """Check what can be checked, then start the server, or take it over: its engine loads while the trainer does.
@@ -136,7 +146,8 @@ class Session:
         if not self._by_hand:  # Else whoever opened it has asked the server half already.
             step_to_resume(self.config, resume=self._resume)
             self.check()
-        self._model = models.resolve(self.config.model.name)
+        if self.left_out:
+            self._shown.note(self.left_out)
         with needing_room(self.config):
             self._lock = RunLock(self.config)
             if not (self._by_hand and (run_dir / "config.toml").is_file()):

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge.errors import PeerDied
@@ -20,6 +20,7 @@ from trainer_env.rewards import Reward
 from trainer_env.runs.records import Phase, Summary
 from trainer_env.runs.run_folder import needing_room, step_to_resume
 from trainer_env.runs.tracking import Tracker
+from trainer_env.sampling.prompts import fitting
 from trainer_env.sampling.rollouts import Rollouts
 from trainer_env.sampling.sampler import Sampler
 from trainer_env.serving import Serving
@@ -56,23 +57,26 @@ class Training:
             if self.placement.mode in ("shared", "time-share"):
                 self._engine_first()
             policy = self._load_policy()
-            rollouts = self._rollouts(self.connected(), policy)
-            if self.config.evaluation.before and not self.resume:
-                self._evaluate(tracker, rollouts, policy, "eval_before", 0)
-            outcome = self._train(tracker, rollouts, policy)
-            if self.config.evaluation.after and (outcome.finished or tracker.held_out.enough):
-                self._evaluate(tracker, rollouts, policy, "eval_after", outcome.step)
-            with self._phase():
-                restarts = self.serving.restarts()
-            with needing_room(self.config):
-                return tracker.finish(
-                    backend=self.config.backend,
-                    placement=self.placement.mode,
-                    adapter=outcome.adapter,
-                    restarts=restarts,
-                )
+            return replace(self, data=self._fitting_data(policy))._run(tracker, policy)  # noqa: SLF001 (its own)
         finally:
             tracker.close()
+
+    def _run(self, tracker: Tracker, policy: Any) -> Summary:
+        rollouts = self._rollouts(self.connected(), policy)
+        if self.config.evaluation.before and not self.resume:
+            self._evaluate(tracker, rollouts, policy, "eval_before", 0)
+        outcome = self._train(tracker, rollouts, policy)
+        if self.config.evaluation.after and (outcome.finished or tracker.held_out.enough):
+            self._evaluate(tracker, rollouts, policy, "eval_after", outcome.step)
+        with self._phase():
+            restarts = self.serving.restarts()
+        with needing_room(self.config):
+            return tracker.finish(
+                backend=self.config.backend,
+                placement=self.placement.mode,
+                adapter=outcome.adapter,
+                restarts=restarts,
+            )
 
     def _tracker(self) -> Tracker:
         return Tracker(
@@ -99,8 +103,15 @@ class Training:
 
             return grpo.load_policy(self.config, self.model)
 
+    def _fitting_data(self, policy: Any) -> Data:
+        """By the tokenizer that trains: without a file for a light one, the session has not looked."""
+        found = fitting(self.config, self.data, policy.tokenizer)
+        if found.left_out:
+            self.display.note(found.remark(self.config))
+        return found.data
+
     def _rollouts(self, server: Server, policy: Any) -> Rollouts:
-        """How training asks. Raises ConfigError for a prompt that does not fit."""
+        """How training asks. Raises ConfigError for a prompt that does not fit the engine."""
         sampler = Sampler(
             server,
             policy.tokenizer,
@@ -108,8 +119,9 @@ class Training:
             eos_token_ids=policy.eos_token_ids,
             turns=turns(self.placement, server, self.display),
         )
-        for example in (*self.data.train, *self.data.evaluation):
-            sampler.encode(example.prompt)
+        if server.welcome.limits.max_context < self.config.model.max_seq_length:  # It has a limit of its own.
+            for example in (*self.data.train, *self.data.evaluation):
+                sampler.encode(example.prompt)
         ranks.join(on_gpu=self.placement.mode != "cpu")
         ranks.word_of_the_first(server.welcome.server_uuid)
         return Rollouts(
