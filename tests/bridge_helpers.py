@@ -55,7 +55,10 @@ class Handler:
         self.error: BaseException = BridgeError("No.")
         self.answers: dict[type, Any] = {}
         """By request type: what to answer, or to raise."""
+        self.hang_on: type | None = None
+        """The request type that waits for release."""
         self.lease_s = 30.0
+        self.restart_s = 0.0
         self.max_in_flight = 256
         self.protocol = p.PROTOCOL_VERSION
         self.now = 0
@@ -68,6 +71,8 @@ class Handler:
     async def __call__(self, message: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
         self.asked.append(message)
         self.calls.append(call)
+        if type(message) is self.hang_on:
+            await self.release.wait()
         answer = self.answers.get(type(message))
         if isinstance(answer, BaseException):
             raise answer
@@ -117,6 +122,7 @@ class Handler:
             version=0,
             epoch=7,
             lease_s=self.lease_s,
+            restart_s=self.restart_s,
         )
 
 

@@ -229,6 +229,35 @@ async def test_a_silent_server_is_a_timeout_on_the_clients_own_clock(world, monk
     wire.flow()
 
 
+async def test_work_may_take_as_much_longer_as_a_server_says_it_may_be_without_an_engine(world, monkeypatch):
+    monkeypatch.setattr(client_module, "SLACK_S", -0.1)
+    world.server._work_timeout = lambda _seconds: asyncio.timeout(None)  # No engine serves.
+    world.handler.restart_s = 60.0
+    client = await world.connect()
+    patient = asyncio.create_task(client.ask(generate("hold", deadline_s=0.2)))
+    await until(lambda: world.handler.asked[1:], "it is asked")
+    world.handler.hang_on = p.Status  # No work: its deadline is what it says.
+    with pytest.raises(Timeout):
+        await client.ask(p.Status(deadline_s=0.5))
+    assert not patient.done()
+    world.handler.release.set()
+    assert await patient == generated("hold")
+
+
+async def test_a_server_that_leaves_its_heartbeats_unanswered_is_gone_before_any_deadline(world, monkeypatch):
+    monkeypatch.setattr(client_module, "SLACK_S", 0.1)
+    monkeypatch.setattr(client_module, "SILENT_S", 1.0)
+    world.handler.lease_s = 0.6
+    wire = await world.wire()
+    client = await world.connect(wire.connection, run_id="run")
+    await client.ask(generate("here"))
+    wire.stall()
+    async with asyncio.timeout(30):
+        with pytest.raises(PeerDied, match="has answered nothing for 1 s"):
+            await client.ask(generate("one", deadline_s=600))
+    wire.flow()
+
+
 async def test_nobody_at_the_address_is_a_timeout(world, monkeypatch):
     monkeypatch.setattr(client_module, "SLACK_S", 0.1)
     connection = world.connection_to(world.connection.data, world.connection.control)

@@ -131,6 +131,28 @@ async def test_after_a_restart_every_live_version_is_what_it_was(tmp_path, model
         assert (await publish(client, model, 4)).version == 4
 
 
+async def test_the_time_in_which_an_engine_is_started_again_counts_against_no_deadline(tmp_path, model):
+    async with served(tmp_path, model, fault="slow-start:8@2") as server:
+        client = await server.client("run")
+        await publish(client, model, 1)
+        os.kill((await client.ask(p.Status())).engine_pid, signal.SIGKILL)
+        adapter = lora_files.make(model, 2)
+        asking = client.ask(generate(PROMPT, deadline_s=4))
+        loaded, answer = await asyncio.gather(client.ask(adapter.publish(2, deadline_s=4.0), adapter.data), asking)
+        assert (loaded.version, answer.version) == (2, 1)
+        assert (await client.ask(p.Status())).restarts == 1
+
+
+async def test_an_engine_that_sleeps_may_be_started_again_before_it_wakes(tmp_path, model):
+    asleep = {"device": "cuda", "sleep": True}
+    async with served(tmp_path, model, fault="slow-start:8@2", server=asleep) as server:
+        client = await server.client("run")
+        await client.ask(p.Sleep())
+        os.kill((await client.ask(p.Status())).engine_pid, signal.SIGKILL)
+        assert isinstance(await client.ask(p.Wake(deadline_s=4)), p.Slept)
+        assert (await client.ask(generate(PROMPT))).completions
+
+
 async def test_each_life_listens_somewhere_else(tmp_path, model, backend):
     """What a killed engine held may stay held for a while."""
     async with served(tmp_path, model, fault="dies@1") as server:

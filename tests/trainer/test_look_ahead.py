@@ -26,7 +26,7 @@ class Server:
 
     def __init__(self):
         limits = Limits(max_context=512, max_lora_rank=8, adapter_slots=2, max_in_flight=8)
-        self.welcome: Any = SimpleNamespace(limits=limits, log_path="/log")
+        self.welcome: Any = SimpleNamespace(limits=limits, log_path="/log", restart_s=0.0)
         self.version = 0
         self.requests: list[Generate] = []
         self.futures: list[Future[Any]] = []

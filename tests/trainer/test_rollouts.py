@@ -33,7 +33,7 @@ class Server:
 
     def __init__(self, reply=answer, max_context=512):
         limits = Limits(max_context=max_context, max_lora_rank=8, adapter_slots=2, max_in_flight=8)
-        self.welcome: Any = SimpleNamespace(limits=limits, log_path="/log")
+        self.welcome: Any = SimpleNamespace(limits=limits, log_path="/log", restart_s=0.0)
         self.reply = reply
         self.requests = []
         self.futures: list[Future[Any]] = []

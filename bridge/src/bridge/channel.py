@@ -61,6 +61,8 @@ class Channel:
         self.address = address = connection.data if kind == "data" else connection.control
         self.connected = asyncio.Event()
         self.was_connected = False
+        self.heard = 0
+        """Messages that have come."""
         self._name = name
         self._sequence = 0
         self._max_bytes = p.MAX_DATA_BYTES if kind == "data" else p.MAX_CONTROL_BYTES
@@ -165,6 +167,7 @@ class Channel:
     async def _receive(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
+            self.heard += 1
             if len(frames) == 2:
                 self._take_in(*frames)
             await asyncio.sleep(0)  # A queue of replies is received without waiting: give way to everybody else.

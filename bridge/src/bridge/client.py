@@ -34,6 +34,9 @@ GONE_S = 5.0
 GONE_REMOTE_S = 15.0
 """The same for a server on another host, whose process cannot be looked at: its lease has run out by then."""
 
+SILENT_S = 60.0
+"""How long a server may leave every heartbeat unanswered before it counts as gone although it lives: it hangs."""
+
 
 class BridgeClient:
     """A connection to one server: `ask` anything of the protocol. Holds the run's lease when it was given a run_id."""
@@ -47,6 +50,7 @@ class BridgeClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
         self._epoch = 0
+        self._restart_s = 0.0
         self._slots = asyncio.Semaphore(1)
         self._subscribes = on_event is not None
         handle = on_event or (lambda _: None)
@@ -90,6 +94,7 @@ class BridgeClient:
                 )
             self.welcome = welcome
             self._epoch = welcome.epoch
+            self._restart_s = welcome.restart_s
             self._slots = asyncio.Semaphore(max(1, welcome.limits.max_in_flight))
             if self._subscribes:
                 await self.ask(p.Subscribe(deadline_s=timeout_s))
@@ -104,8 +109,9 @@ class BridgeClient:
         """The reply to a request. buffer: the bytes of `PublishAdapter` or `Canary`, sent without a copy.
 
         Waits while the server is `Busy`. Raises the error that the server answers, Timeout when
-        request.deadline_s has passed, PeerDied as soon as the server is known to be gone. Cancelled, or past its
-        deadline, it cancels the request at the server too.
+        request.deadline_s has passed (of `Work` the server counts it, and the time without an engine comes on top),
+        PeerDied as soon as the server is known to be gone. Cancelled, or past its deadline, it cancels the request at
+        the server too.
         """
         if not request.deadline_s > 0:
             raise self._timed_out(request, "The deadline had passed before it was asked.")
@@ -113,7 +119,8 @@ class BridgeClient:
         channel = self._data if on_data else self._control
         until = asyncio.get_running_loop().time() + request.deadline_s
         try:
-            async with asyncio.timeout(request.deadline_s + SLACK_S):
+            patience_s = SLACK_S + (self._restart_s if isinstance(request, p.Work) else 0.0)
+            async with asyncio.timeout(request.deadline_s + patience_s):
                 if not on_data:
                     return await self._ask_until_free(channel, request, buffer, until)
                 async with self._slots:
@@ -162,8 +169,10 @@ class BridgeClient:
         raise self._timed_out(request, why)
 
     async def _keep_lease(self, every_s: float) -> None:
+        silent_s = 0.0  # Counted, not measured: see _watch_peer.
         while True:
             await asyncio.sleep(every_s)
+            heard = self._control.heard
             try:
                 await self.ask(p.Lease(deadline_s=every_s))
             except PeerDied:
@@ -173,6 +182,10 @@ class BridgeClient:
                 return
             except BridgeError as error:
                 log.warning("the lease was not renewed: %s", error.what)  # The next try is soon.
+            silent_s = 0.0 if self._control.heard != heard else silent_s + 2 * every_s
+            if silent_s >= SILENT_S:
+                self._fail(self._peer_died(f"lives, and has answered nothing for {SILENT_S:g} s", "It hangs."))
+                return
 
     def _returned(self) -> None:
         """The connection is back; the server may have forgotten who wants its events."""
@@ -205,11 +218,11 @@ class BridgeClient:
         for channel in (self._data, self._control):
             channel.fail(error)
 
-    def _peer_died(self, what: str) -> PeerDied:
+    def _peer_died(self, what: str, why: str = "It was killed or it ended by itself; its log says which.") -> PeerDied:
         path = self.connection.log_path
         return PeerDied(
             f"tandem-server (pid {self.connection.pid}) {what}.",
-            why="It was killed or it ended by itself; its log says which.",
+            why=why,
             log_path=path,
             log_tail=log_tail(Path(path)) if path else "",
             remedy="`--resume` continues the run from its last checkpoint.",

@@ -43,6 +43,12 @@ class Request(Message, frozen=True, kw_only=True):
     """The lease under which this is asked; 0 before one is held."""
 
 
+class Work(Request, frozen=True, kw_only=True):
+    """What an engine has to do something for. Of its deadline_s only the time counts in which an engine serves: while
+    all of them are being started again the server waits, and so does the client, for `Welcome.restart_s` at most.
+    """
+
+
 # ---- control socket: trainer → server, and the reply ---------------------------------------------------------------
 
 
@@ -84,6 +90,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     lease_s: float
     """Seconds without a `Lease` after which the server believes its trainer dead; 0 for an onlooker."""
     log_path: str = ""
+    restart_s: float = 0.0
+    """Seconds for which the server may be without an engine before it gives up: see `Work`."""
     http_url: str = ""
     metrics_url: str = ""
     """As in `endpoint.Connection`."""
@@ -114,7 +122,7 @@ class Pulse(Message, frozen=True, kw_only=True):
     engines: int = 1
 
 
-class PublishAdapter(Request, frozen=True, kw_only=True):
+class PublishAdapter(Work, frozen=True, kw_only=True):
     """A new adapter; the buffer holds its safetensors bytes. Reply: `AdapterLoaded`, once new requests use it."""
 
     version: int
@@ -135,7 +143,7 @@ class AdapterLoaded(Message, frozen=True, kw_only=True):
     """The version with the very same bytes, when the engine had nothing to load; else -1."""
 
 
-class Canary(Request, frozen=True, kw_only=True):
+class Canary(Work, frozen=True, kw_only=True):
     """An adapter with a large effect that no request can name; the buffer holds its safetensors bytes. The server keeps
     it, and repeats it after each start of the engine and each wake, before it serves. Reply: `CanaryScored`.
     """
@@ -161,11 +169,11 @@ class CanaryScored(Message, frozen=True, kw_only=True):
     load_s: float
 
 
-class Sleep(Request, frozen=True, kw_only=True):
+class Sleep(Work, frozen=True, kw_only=True):
     """Finish what is in flight, then give GPU memory back. Reply: `Slept`."""
 
 
-class Wake(Request, frozen=True, kw_only=True):
+class Wake(Work, frozen=True, kw_only=True):
     """Take GPU memory again. Reply: `Slept` with the seconds it took."""
 
 
@@ -230,7 +238,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     ignore_eos: bool = False
 
 
-class Generate(Request, frozen=True, kw_only=True):
+class Generate(Work, frozen=True, kw_only=True):
     """Sample n completions of one prompt, all under one adapter version of at least min_version. Reply: `Generated`.
 
     version pins an exact version instead (0: the base model); -1 takes the newest.
@@ -258,7 +266,7 @@ class Generated(Message, frozen=True, kw_only=True):
     completions: tuple[Completion, ...]
 
 
-class Score(Request, frozen=True, kw_only=True):
+class Score(Work, frozen=True, kw_only=True):
     """Logprobs of given tokens, untempered, under a version (-1: the newest). Reply: `Scored`."""
 
     token_ids: TokenIds

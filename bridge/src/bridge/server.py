@@ -5,6 +5,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class Call:
 
 
 Handler = Callable[[p.DataRequest | p.ControlRequest, Call], Awaitable[p.Reply]]
+TimeLimit = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
+"""As asyncio.timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,9 @@ class BridgeLimits:
 class BridgeServer:
     """Listens on a data and a control address and hands each request to handler, once.
 
-    The handler's task is cancelled when the client says `Cancel` and when the request's deadline passes. A
-    `BridgeError` it raises is the reply. `Ack`, `Cancel` and `Subscribe` are dealt with here and never reach it.
+    The handler's task is cancelled when the client says `Cancel` and when the request's deadline passes, which for
+    `Work` is counted by work_timeout. A `BridgeError` it raises is the reply. `Ack`, `Cancel` and `Subscribe` are dealt
+    with here and never reach it.
     """
 
     def __init__(
@@ -73,12 +77,14 @@ class BridgeServer:
         control: str,
         keys: ServerKeys | None = None,
         limits: BridgeLimits | None = None,
+        work_timeout: TimeLimit = asyncio.timeout,
     ) -> None:
         self.data = data
         self.control = control
         self.dropped_frames = 0
         self._handler = handler
         self._limits = limits or BridgeLimits()
+        self._work_timeout = work_timeout
         self._context = zmq.asyncio.Context(io_threads=len(IO_THREAD))
         self._gatekeeper = Gatekeeper(self._context, keys)
         self._sockets: dict[str, _Socket] = {}
@@ -233,12 +239,13 @@ class BridgeServer:
             return p.encode(Failure("error", f"{name} failed inside the server: {error!a}.", remedy="See server.log."))
 
     async def _handled(self, message: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
-        deadline = asyncio.timeout(message.deadline_s)
+        limited = self._work_timeout if isinstance(message, p.Work) else asyncio.timeout
+        deadline: asyncio.Timeout | None = None
         try:
-            async with deadline:
+            async with limited(message.deadline_s) as deadline:
                 reply = await self._handler(message, call)
         except TimeoutError:
-            if not deadline.expired():
+            if not (deadline and deadline.expired()):
                 raise  # The handler's own, about something else.
             raise Timeout(
                 f"The server did not finish {type(message).__name__} within {message.deadline_s:g} s."

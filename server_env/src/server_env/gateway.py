@@ -128,6 +128,7 @@ class Gateway:
             control=control,
             keys=keys,
             limits=BridgeLimits(max_in_flight=self._file.server.max_in_flight),
+            work_timeout=self._replicas.serving_time.timeout,
         )
         await bridge.start()
         # The engines go first: what is in flight is then answered with the reason, while the bridge still can.

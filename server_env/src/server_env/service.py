@@ -215,6 +215,7 @@ class Service:
             version=self.adapters.newest,
             epoch=self.book.epoch if hello.run_id else 0,
             lease_s=self.book.lease_s if hello.run_id else 0.0,
+            restart_s=self.replicas.restart_s,
             log_path=self._log_path,
             http_url=self.http_url,
             metrics_url=self.metrics_url,

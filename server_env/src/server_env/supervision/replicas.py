@@ -16,7 +16,8 @@ from server_env.config import ServerConfig
 from server_env.engines.engine import Engine, EngineFacts, EngineGone
 from server_env.supervision.engine_process import EngineProcess
 from server_env.supervision.replica import Level, Prove, Replica
-from server_env.supervision.supervisor import State
+from server_env.supervision.serving_time import ServingTime
+from server_env.supervision.supervisor import MAX_RESTARTS, State
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,9 @@ class Replicas:
         self.level: Level = "awake"
         self.waiting = 0
         """Requests for which no engine has room just now."""
+        self.serving_time = ServingTime()
+        self.restart_s = MAX_RESTARTS * (server.startup_timeout_s + server.load_timeout_s)
+        """How long none may serve before the last one is given up."""
         self.prove: Prove = _nothing_to_prove
         self.live_adapters: Callable[[], Mapping[str, Path]] = dict
         self._observer = observer
@@ -166,7 +170,8 @@ class Replicas:
     # ---- what becomes of one (see replica.Group) ---------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Wake everybody who waits for an engine."""
+        """Wake everybody who waits for an engine. While none serves, time limits stand still."""
+        self.serving_time.passes(self.state == "ready")
         self._change.set()
         self._change = asyncio.Event()
 

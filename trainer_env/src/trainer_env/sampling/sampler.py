@@ -13,12 +13,12 @@ from bridge.errors import EngineFailed, SyncMismatch, Timeout
 from bridge.protocol import Generate, Generated, Sampling, pack_ids, unpack_ids, unpack_logprobs
 from trainer_env.config import TrainConfig
 from trainer_env.sampling.prompts import Prompt, encode, too_long
+from trainer_env.serving import MAX_RESTARTS
 from trainer_env.serving.server import Server
 from trainer_env.serving.turns import Turns
 
-GRACE_S = 1500.0
-"""How much longer than a request's own deadline to wait for the client to report it. In that time a server that died is
-started again, and asked anew."""
+GRACE_S = 300.0
+"""How much longer to wait than the client itself does, for what it reports to come first."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Asked:
         self.answered_at = self.asked_at
         """When the last answer came, by time.perf_counter."""
         self._allowed = max((request.deadline_s for request in requests), default=0.0)
+        self._restart_s = server.welcome.restart_s
         self._log_path = server.welcome.log_path
         self._futures: list[Future[Generated]] = []
         for request in requests:
@@ -54,7 +55,9 @@ class Asked:
     def answers(self) -> list[Generated]:
         """Wait for all. Raises the first error, and Timeout."""
         try:
-            wait(self._futures, timeout=self._allowed + GRACE_S, return_when=FIRST_EXCEPTION)
+            # The time in which engines are started does not count; and a server that dies is replaced, and asked anew.
+            longest_s = (1 + MAX_RESTARTS) * (self._allowed + 2 * self._restart_s) + GRACE_S
+            wait(self._futures, timeout=longest_s, return_when=FIRST_EXCEPTION)
             for future in self._futures:
                 if future.done():
                     future.result()
