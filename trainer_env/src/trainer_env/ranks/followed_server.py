@@ -11,15 +11,17 @@ from trainer_env.serving.lasting_client import LastingClient
 
 POLL_S = 0.2
 CONNECT_TIMEOUT_S = 30.0
-ANOTHER_TIMEOUT_S = 1200.0
-"""For the first process to start another server, engine and all."""
 
 
 class FollowedServer:
-    """Asked without the lease. server_uuid: of the one that the first process is connected to."""
+    """Asked without the lease. server_uuid: of the one that the first process is connected to.
 
-    def __init__(self, run_dir: Path, server_uuid: str) -> None:
+    another_within_s: for the first process to start another server, engine and all.
+    """
+
+    def __init__(self, run_dir: Path, server_uuid: str, *, another_within_s: float) -> None:
         self._path = run_dir / "connection.json"
+        self._another_within_s = another_within_s
         self._closing = Event()
         connection = read_connection(self._path)
         client = BlockingClient.connect(connection, timeout_s=CONNECT_TIMEOUT_S)
@@ -39,7 +41,7 @@ class FollowedServer:
         Raises error if none comes, or when nobody waits for it any more.
         """
         dead = self.client.welcome.server_uuid
-        deadline = time.monotonic() + ANOTHER_TIMEOUT_S
+        deadline = time.monotonic() + self._another_within_s
         while time.monotonic() < deadline and not self._closing.wait(POLL_S):
             try:
                 client = BlockingClient.connect(read_connection(self._path), timeout_s=CONNECT_TIMEOUT_S)

@@ -11,6 +11,8 @@ from trainer_env.ranks.followed_server import FollowedServer
 from trainer_env.sampling import prompts
 from trainer_env.sampling.rollouts import Rollouts
 from trainer_env.sampling.sampler import Sampler
+from trainer_env.serving import MAX_RESTARTS
+from trainer_env.serving.server_settings import ready_within_s
 
 
 class Follower:
@@ -36,7 +38,8 @@ class Follower:
         policy = grpo.load_policy(config, model)
         fitting = prompts.fitting(config, fitting.data, policy.tokenizer)  # As in the first process: the same examples.
         ranks.join(on_gpu=self._placement.mode != "cpu")
-        server = FollowedServer(config.run_dir, ranks.word_of_the_first(""))
+        another_within_s = MAX_RESTARTS * ready_within_s(config)
+        server = FollowedServer(config.run_dir, ranks.word_of_the_first(""), another_within_s=another_within_s)
         try:
             sampler = Sampler(server.client, policy.tokenizer, config, eos_token_ids=policy.eos_token_ids)
             grpo.run(

@@ -17,13 +17,11 @@ from trainer_env.placement import Placement
 from trainer_env.runs.jsonl import write_atomically
 from trainer_env.serving.lasting_client import LastingClient
 from trainer_env.serving.server_process import ServerProcess
-from trainer_env.serving.server_settings import server_settings, what_matters
+from trainer_env.serving.server_settings import ready_within_s, server_settings, what_matters
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
-READY_TIMEOUT_S = 1200.0
-"""Above the server's own start-up limit, so that its error, which knows more, comes first."""
 LAST_BREATH_S = 10.0
 """For a server that no longer answers to end by itself."""
 MAX_RESTARTS = 3
@@ -169,7 +167,7 @@ class Serving:
 
     def _attach(self, *, again: bool = False) -> BlockingClient:
         """A client that holds the lease, once the server is ready. again: this process holds it already."""
-        connection = self._process.wait_ready(READY_TIMEOUT_S)
+        connection = self._process.wait_ready(ready_within_s(self._config))
         return BlockingClient.connect(
             connection,
             run_id=self._config.run,

@@ -202,7 +202,8 @@ class ServerProcess:
                     f"The server was not ready within {timeout_s:g} s.",
                     log_path=str(self.run_dir / "engine.log"),
                     log_tail=log_tail(self.run_dir / "engine.log"),
-                    remedy="Raise server.startup_timeout_s if the engine was still loading.",
+                    why="It gives up by itself before that, at server.startup_timeout_s for each try: it hangs.",
+                    remedy="Look at server.log beside that log for what it waits for.",
                 )
             time.sleep(POLL_S)
         self.note_family()

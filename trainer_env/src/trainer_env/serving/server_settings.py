@@ -7,6 +7,19 @@ import msgspec
 from trainer_env.config import TrainConfig
 from trainer_env.placement import Placement
 
+STARTUP_TIMEOUT_S = 900.0
+"""`server.startup_timeout_s`, unless it is set."""
+
+LONGEST_STALL_S = 300.0
+"""`server.stall_timeout_s`, unless it is set: a third of what a request for completions may take, and no more than
+this. So a request whose engine hangs has time left when that has been replaced."""
+
+START_TRIES = 3
+"""Starts of an engine, each within startup_timeout_s, before the server half gives up: ports may be taken."""
+
+BEYOND_START_S = 120.0
+"""So much longer the server is waited for than it tries, so that its error, which knows more, comes first."""
+
 _OVER = {"startup_timeout_s", "attach_within_s"}
 """Settings of `[server]` that mean nothing to a server which a trainer has reached."""
 
@@ -43,6 +56,8 @@ def server_settings(config: TrainConfig, model: str, placement: Placement) -> di
         "context_length": config.model.max_seq_length,
         "max_lora_rank": config.lora.r,
         "max_staleness": config.max_staleness(placement.mode),
+        "startup_timeout_s": STARTUP_TIMEOUT_S,
+        "stall_timeout_s": min(LONGEST_STALL_S, config.rollout.timeout_s / 3),
         **placement.server_settings(config.server),
     }
     return {
@@ -57,4 +72,11 @@ def what_matters(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any
     server = {key: value for key, value in settings["server"].items() if key not in _OVER}
     if "memory_share" not in config.server:
         server.pop("memory_share", None)  # Planned from the memory that is free, and the server itself holds some.
+    if "stall_timeout_s" not in config.server:
+        server.pop("stall_timeout_s")  # Of the trainer's own limits: no reason to load an engine anew.
     return msgspec.json.decode(msgspec.json.encode({"server": server, config.backend: settings[config.backend]}))
+
+
+def ready_within_s(config: TrainConfig) -> float:
+    """How long a server that is started may take to be ready, before it counts as one that hangs."""
+    return START_TRIES * config.server.get("startup_timeout_s", STARTUP_TIMEOUT_S) + BEYOND_START_S
