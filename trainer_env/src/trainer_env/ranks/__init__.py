@@ -4,10 +4,16 @@ Numbered as torch's launcher does it. The first one has the server, the files an
 """
 
 import os
+from datetime import timedelta
 
 WORD_BYTES = 64
 MEETING = "TANDEM_RANKS_MEETING"
 """Names the file in which the processes find one another. Torch's usual store would listen on every interface."""
+
+LONGEST_WAIT = timedelta(days=1)
+"""For the others in anything they do together. All but the first wait there while it evaluates, asks a judge or has a
+server started again, and an evaluation as a whole has no limit: with NCCL, torch's own is ten minutes. A process that
+ends is noticed elsewhere, by `launcher.py`."""
 
 
 def rank() -> int:
@@ -33,6 +39,7 @@ def join(*, on_gpu: bool) -> None:
             init_method=f"file://{os.environ[MEETING]}",
             rank=rank(),
             world_size=count(),
+            timeout=LONGEST_WAIT,
         )
         if not on_gpu:
             # Accelerate's own cpu:0 is a device to which torch.load restores no optimizer.
