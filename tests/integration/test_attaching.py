@@ -40,6 +40,22 @@ async def test_a_server_that_nobody_comes_to_ends(tmp_path, model):
         assert "no trainer came" in (server.run_dir / "server.log").read_text()
 
 
+async def test_a_server_waits_for_the_trainer_that_started_it_as_long_as_that_lives(tmp_path, model):
+    trainer = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220 (it takes no time)
+    starter = ("--trainer", str(trainer.pid))
+    try:
+        async with served(tmp_path, model, lease_s=0.5, attach_within_s=0.5, arguments=starter) as server:
+            waited_until = time.monotonic() + 4
+            await until(lambda: time.monotonic() > waited_until, "many times attach_within_s")
+            assert server.process.poll() is None
+            trainer.kill()
+            assert await server.exited(15) == 0
+            assert "no trainer came within 0.5 s" in (server.run_dir / "server.log").read_text()
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
 async def test_a_kept_server_outlives_its_trainer_and_takes_the_same_run_back(tmp_path, model):
     async with served(tmp_path, model, lease_s=0.5, keep_server_s=60.0) as server:
         first = await server.client("run")

@@ -15,7 +15,7 @@ import lora_files
 from bridge import guard
 from bridge import protocol as p
 from bridge.endpoint import read_connection
-from bridge.errors import BridgeError, ConfigError, PeerDied, Refused
+from bridge.errors import BridgeError, ConfigError, EngineFailed, PeerDied, Refused
 from bridge.process import family_of, wait_until_gone
 from served import FAKE, ROOT, generate, tiny_model
 from trainer_env import serving as module
@@ -32,7 +32,13 @@ run = "run"
 model.name = "{model}"
 placement.mode = "cpu"
 rewards = [{{ function = "integer_answer" }}]
-server = {{ engine_command = {engine}, context_length = 512, keep_server_s = {keep}, seed = {seed}, lease_s = {lease} }}
+[server]
+engine_command = {engine}
+context_length = 512
+keep_server_s = {keep}
+seed = {seed}
+lease_s = {lease}
+attach_within_s = {attach}
 """
 
 
@@ -55,12 +61,18 @@ class Lab:
         self._serving = []
         self._trainers = []
 
-    def job(self, *, keep=60.0, seed=0, lease=15.0) -> Path:
+    def job(self, *, keep=60.0, seed=0, lease=15.0, attach=120.0) -> Path:
         path = self.folder / "job.toml"
         output_dir = self.run_dir.parent
         path.write_text(
             JOB.format(
-                output_dir=output_dir, model=self.model, engine=json.dumps(FAKE), keep=keep, seed=seed, lease=lease
+                output_dir=output_dir,
+                model=self.model,
+                engine=json.dumps(FAKE),
+                keep=keep,
+                seed=seed,
+                lease=lease,
+                attach=attach,
             )
         )
         return path
@@ -137,6 +149,30 @@ def lab(tmp_path, monkeypatch):
     lab = Lab(tmp_path)
     yield lab
     lab.close()
+
+
+def test_a_server_waits_for_its_trainer_however_long_that_loads(lab):
+    it = lab.serving(attach=0.3, keep=0.0)
+    it.start(str(lab.model), anew=True)
+    path = lab.run_dir / "connection.json"
+    until(path.exists, "the server is ready")
+    loaded_at = time.monotonic() + 3
+    until(lambda: time.monotonic() > loaded_at, "the trainer has loaded")
+    assert it.connect().ask(generate(PROMPT)).completions
+
+
+def test_a_server_may_take_as_long_to_start_as_its_settings_say(lab, monkeypatch):
+    waits = []
+    it = lab.serving()
+    monkeypatch.setattr(it._process, "wait_ready", lambda timeout_s: waits.append(timeout_s) or stop())
+    it._config.server["startup_timeout_s"] = 5000.0
+
+    def stop():
+        raise EngineFailed("It is enough to know how long it would be waited for.")
+
+    with pytest.raises(EngineFailed):
+        it.connect()
+    assert waits[0] > 5000
 
 
 # ---- taken over ------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def loading_order(tmp_path, monkeypatch, mode: str, capabilities: tuple[str, ...
         raise LoadedEnough
 
     monkeypatch.setattr(Training, "_load_policy", load_policy)
+    monkeypatch.setattr(Training, "_fitting_data", lambda self, policy: self.data)
     monkeypatch.setattr(Training, "_rollouts", rollouts)
     training = Training(
         config=config,

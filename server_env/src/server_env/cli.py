@@ -46,6 +46,12 @@ def parser() -> argparse.ArgumentParser:
         help="which node of an engine on server.nnodes machines this is; above 0 it only runs that node's part",
     )
     result.add_argument(
+        "--trainer",
+        type=int,
+        metavar="PID",
+        help="the trainer that starts this server: while it lives, server.attach_within_s does not run",
+    )
+    result.add_argument(
         "--check", action="store_true", help="check the configuration, print the engine's command line, start nothing"
     )
     result.add_argument(
@@ -84,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             rank = _node_rank(file)
             run_dir = run_dir / f"node-{rank}" if rank else run_dir
-            _serve(file, rank, run_dir)
+            _serve(file, rank, run_dir, arguments.trainer)
     except BridgeError as error:
         print(f"tandem-server: {error}", file=sys.stderr, flush=True)
         _leave_word(run_dir, error)
@@ -121,7 +127,7 @@ def _node_rank(file: "ServerFile") -> int:
     return make_engine(file).node_rank
 
 
-def _serve(file: "ServerFile", rank: int, run_dir: Path) -> None:
+def _serve(file: "ServerFile", rank: int, run_dir: Path, trainer: int | None) -> None:
     import asyncio
     import logging
 
@@ -136,7 +142,7 @@ def _serve(file: "ServerFile", rank: int, run_dir: Path) -> None:
     from server_env.adapters.heap import keep_freed_memory
 
     keep_freed_memory()
-    asyncio.run((node if rank else gateway).serve(file, run_dir))
+    asyncio.run(node.serve(file, run_dir) if rank else gateway.serve(file, run_dir, trainer))
 
 
 def _leave_word(run_dir: Path, error: "BridgeError") -> None:

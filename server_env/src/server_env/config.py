@@ -108,7 +108,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     keep_server_s: float = 0.0
     """Seconds that the server outlives its trainer's lease, for the next trainer. Negative: until it is told to end."""
     attach_within_s: Positive = 120.0
-    """Seconds that a server which is ready waits for its first trainer; keep_server_s where that is more."""
+    """Seconds that a server which is ready waits for its first trainer; keep_server_s where that is more. They do not
+    run while the trainer lives that started the server.
+    """
     listen: str = "ipc"
     """`ipc`, or `tcp://host:port` (encrypted; port 0: any free one)."""
     http: str = ""

@@ -24,6 +24,7 @@ from server_env.engines.backends import NOWHERE, device_of, make_engine
 from server_env.engines.engine import Engine
 from server_env.gpus import shares
 from server_env.gpus.sleeping import Sleeper
+from server_env.lease import Starter
 from server_env.metrics.http_front import HttpFront
 from server_env.metrics.metrics_page import MetricsPage
 from server_env.ownership import own
@@ -38,17 +39,22 @@ log = logging.getLogger(__name__)
 STATS_S = 5.0
 
 
-async def serve(file: ServerFile, run_dir: Path) -> str:
-    """Run a server until it is told to end; why it ended. Raises ConfigError and EngineFailed when it cannot start."""
+async def serve(file: ServerFile, run_dir: Path, trainer: int | None = None) -> str:
+    """Run a server until it is told to end; why it ended. trainer: the pid of the one that started it.
+
+    Raises ConfigError and EngineFailed when it cannot start.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        gateway = Gateway(file, private_dir(run_dir.absolute()), stack)
+        gateway = Gateway(file, private_dir(run_dir.absolute()), stack, Starter.of(trainer))
         return await gateway.run()
 
 
 class Gateway:
     """One server. What is made here is undone by the exit stack, in the opposite order."""
 
-    def __init__(self, file: ServerFile, run_dir: Path, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(
+        self, file: ServerFile, run_dir: Path, stack: contextlib.AsyncExitStack, starter: Starter | None
+    ) -> None:
         self._file = file
         self._run_dir = run_dir
         self._stack = stack
@@ -56,7 +62,7 @@ class Gateway:
         self._uuid = uuid.uuid4().hex
         self._hurry: asyncio.Task[None] | None = None
         _allow_many_connections()
-        self._service = Service(file, server_uuid=self._uuid, log_path=str(run_dir / "server.log"))
+        self._service = Service(file, server_uuid=self._uuid, log_path=str(run_dir / "server.log"), starter=starter)
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):  # Before anything is made that a signal could leave behind.
             loop.add_signal_handler(signum, self._on_signal, signal.Signals(signum).name)

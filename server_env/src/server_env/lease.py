@@ -4,11 +4,32 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 from bridge import guard
 from bridge.errors import Refused
 
 Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The trainer's process that has started this server. started: in the kernel's clock."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def of(cls, pid: int | None) -> Self | None:
+        """That process; None without a pid, or when it has ended."""
+        process = guard.living(pid) if pid else None
+        return cls(pid, process.started) if pid and process else None
+
+    @property
+    def lives(self) -> bool:
+        """Whether it still runs."""
+        process = guard.living(self.pid)
+        return process is not None and process.started == self.started
 
 
 @dataclass

@@ -12,7 +12,7 @@ from server_env.adapters.canary import CanaryCheck
 from server_env.adapters.versions import Adapters
 from server_env.config import ServerFile
 from server_env.gpus.sleeping import Sleeper
-from server_env.lease import LeaseBook
+from server_env.lease import LeaseBook, Starter
 from server_env.metrics import EngineFigures, Figures, Metrics
 from server_env.supervision.replicas import Replicas
 
@@ -32,7 +32,7 @@ class Service:
     sleeper: Sleeper
     replicas: Replicas
 
-    def __init__(self, file: ServerFile, *, server_uuid: str, log_path: str) -> None:
+    def __init__(self, file: ServerFile, *, server_uuid: str, log_path: str, starter: Starter | None = None) -> None:
         self.ended = asyncio.Event()
         """Set when the server should end."""
         self.why_ended = ""
@@ -42,6 +42,7 @@ class Service:
         self._file = file
         self._uuid = server_uuid
         self._log_path = log_path
+        self._starter = starter
         self._started = time.monotonic()
         self.metrics = Metrics(self._figures)
         self._requests = 0
@@ -242,15 +243,20 @@ class Service:
     # ---- the lease ---------------------------------------------------------------------------------------------------
 
     async def watch_lease(self) -> None:
-        """End the server when its trainer has been silent for too long, or when none ever came."""
+        """End the server when its trainer has been silent for too long, or when none ever came.
+
+        The trainer that started it may load its own model for longer than the engine took: while it lives it will come.
+        """
         keep = self._file.server.keep_server_s
         first = max(keep, self._file.server.attach_within_s)
-        ready = time.monotonic()
+        waiting_since = time.monotonic()
         while not self.ended.is_set():
             await asyncio.sleep(min(1.0, self.book.lease_s / 4))
             if self.book.epoch == 0:
-                if keep >= 0 and time.monotonic() - ready > first:
-                    self.end(f"no trainer came within {first:g} s")
+                if self._starter and self._starter.lives:
+                    waiting_since = time.monotonic()
+                elif keep >= 0 and time.monotonic() - waiting_since > first:
+                    self.end(f"no trainer came within {first:g} s, as server.attach_within_s and keep_server_s say")
             elif not self.book.alive:
                 if 0 <= keep < self.book.silent_s - self.book.lease_s:
                     self.end(f"run {self.book.run_id!r} has been silent for {self.book.silent_s:.0f} s")

@@ -172,7 +172,7 @@ class ServerProcess:
         self._family = {}
         with self.log_path.open("ab") as log:
             self._child = subprocess.Popen(
-                self._command(),
+                [*self._command(), "--trainer", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
