@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from server_env.config import ServerConfig
 from trainer_env import config as configs
 from trainer_env.devices import Devices
 from trainer_env.placement import plan
@@ -35,5 +36,5 @@ def test_a_request_whose_engine_hangs_has_time_left_when_that_is_replaced(overri
 
 
 def test_a_server_is_waited_for_longer_than_it_tries():
-    assert filled()["startup_timeout_s"] == STARTUP_TIMEOUT_S < ready_within_s(loaded()) / 3
+    assert ServerConfig().startup_timeout_s == STARTUP_TIMEOUT_S < ready_within_s(loaded()) / 3
     assert ready_within_s(loaded("server.startup_timeout_s=5000")) > 3 * 5000

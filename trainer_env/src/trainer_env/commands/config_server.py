@@ -75,5 +75,5 @@ def _come_to(key: str, values: Mapping[str, Any], told: Words) -> str:
     if source in values and values[source].value is not None:
         return f"= {toml_value(values[source].value)}  (from {source})"
     if source:
-        return f"comes from {source}: train.py --check shows the plan"
+        return f"comes from {source}" + (": train.py --check shows the plan" if "placement" in source else "")
     return "is not set" if told.default == toml_value(None) else f"= {told.default}  (default)"

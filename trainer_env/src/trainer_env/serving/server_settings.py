@@ -8,10 +8,10 @@ from trainer_env.config import TrainConfig
 from trainer_env.placement import Placement
 
 STARTUP_TIMEOUT_S = 900.0
-"""`server.startup_timeout_s`, unless it is set."""
+"""The server half's own `startup_timeout_s`."""
 
 LONGEST_STALL_S = 300.0
-"""`server.stall_timeout_s`, unless it is set: a third of what a request for completions may take, and no more than
+"""`server.stall_timeout_s` at most, unless it is set: a third of what a request for completions may take, and no more than
 this. So a request whose engine hangs has time left when that has been replaced."""
 
 START_TRIES = 3
@@ -32,6 +32,7 @@ FILLED_FROM = {
     "server.context_length": "model.max_seq_length",
     "server.max_lora_rank": "lora.r",
     "server.max_staleness": "rollout.max_staleness and the placement",
+    "server.stall_timeout_s": "rollout.timeout_s, a third of it or 300",
     "server.device": "the placement",
     "server.tensor_parallel": "the placement",
     "server.memory_share": "the placement",
@@ -56,7 +57,6 @@ def server_settings(config: TrainConfig, model: str, placement: Placement) -> di
         "context_length": config.model.max_seq_length,
         "max_lora_rank": config.lora.r,
         "max_staleness": config.max_staleness(placement.mode),
-        "startup_timeout_s": STARTUP_TIMEOUT_S,
         "stall_timeout_s": min(LONGEST_STALL_S, config.rollout.timeout_s / 3),
         **placement.server_settings(config.server),
     }
