@@ -11,8 +11,8 @@ STARTUP_TIMEOUT_S = 900.0
 """The server half's own `startup_timeout_s`."""
 
 LONGEST_STALL_S = 300.0
-"""`server.stall_timeout_s` at most, unless it is set: a third of what a request for completions may take, and no more than
-this. So a request whose engine hangs has time left when that has been replaced."""
+"""`server.stall_timeout_s` at most, unless it is set: it is a third of what a request for completions may take, so that
+one whose engine hangs has time left when that has been replaced."""
 
 START_TRIES = 3
 """Starts of an engine, each within startup_timeout_s, before the server half gives up: ports may be taken."""
