@@ -1,5 +1,6 @@
 """Leases, caches, scratch folders, environments: the parts of the server half that need no engine."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -7,9 +8,14 @@ import sys
 
 import pytest
 
+from bridge.digest import digest
+from bridge.endpoint import private_dir
 from bridge.errors import ConfigError, Refused
+from server_env.adapters.spool import Spool
 from server_env.config import ServerFile, from_dict, load, loopback
 from server_env.lease import LeaseBook
+from server_env.ownership import own
+from server_env.supervision import scratch
 from server_env.supervision.cache import EngineCache
 from server_env.supervision.environment import cleaned
 from server_env.supervision.scratch import Scratch, sweep
@@ -154,36 +160,89 @@ def test_another_seed_uses_the_same_compiled_kernels(tmp_path, monkeypatch):
 
 
 def test_scratch_is_private_short_and_gone_afterwards(tmp_path, monkeypatch):
-    monkeypatch.setattr("server_env.supervision.scratch.MEMORY", tmp_path)
-    scratch = Scratch("0123456789abcdef")
-    assert scratch.path.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(scratch, "MEMORY", tmp_path)
+    mine = Scratch("0123456789abcdef")
+    assert mine.path.stat().st_mode & 0o777 == 0o700
     sweep(tmp_path)
-    assert scratch.path.exists()
-    scratch.remove()
+    assert mine.path.exists()
+    mine.remove()
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_dead_server_left_is_swept_and_what_is_not_ours_stays(tmp_path):
-    dead = tmp_path / f"tandem-{os.getuid()}-dead"
-    dead.mkdir()
+    mine = f"tandem-{os.getuid()}-"
+    dead = tmp_path / f"{mine}dead"
+    (dead / "spool").mkdir(parents=True)
     (dead / "lock").touch()
-    (dead / "spool").mkdir()
+    (tmp_path / f"{mine}died-before-it-had-a-lock").mkdir()
     others = tmp_path / "tandem-999999-x"
     others.mkdir()
     (others / "lock").touch()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link = tmp_path / f"{mine}link"
+    link.symlink_to(elsewhere)
     sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == [others]
+    assert set(tmp_path.iterdir()) == {others, elsewhere, link}
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_folder_that_is_swept_between_its_making_and_its_locking_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "MEMORY", tmp_path)
+    sweeps = iter([lambda: sweep(tmp_path)])
+
+    def made_and_swept(path):
+        made = private_dir(path)
+        next(sweeps, lambda: None)()
+        return made
+
+    monkeypatch.setattr(scratch, "private_dir", made_and_swept)
+    mine = Scratch("0123456789abcdef")
+    sweep(tmp_path)
+    assert mine.path.exists()
+    mine.remove()
 
 
 def test_little_room_in_memory_sends_adapters_to_the_run_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr("server_env.supervision.scratch.MEMORY", tmp_path)
-    scratch = Scratch("0123456789abcdef")
+    monkeypatch.setattr(scratch, "MEMORY", tmp_path)
+    mine = Scratch("0123456789abcdef")
     run_dir = tmp_path / "run"
-    assert scratch.spool("", run_dir).is_relative_to(scratch.path)
-    monkeypatch.setattr("server_env.supervision.scratch.ENOUGH_BYTES", 1 << 60)
-    assert scratch.spool("", run_dir) == run_dir / "spool"
-    assert scratch.spool(str(tmp_path / "mine"), run_dir).parent == tmp_path / "mine"
-    scratch.remove()
+    assert mine.spool("", run_dir).is_relative_to(mine.path)
+    monkeypatch.setattr(scratch, "ENOUGH_BYTES", 1 << 60)
+    assert mine.spool("", run_dir) == run_dir / "spool"
+    assert mine.spool(str(tmp_path / "mine"), run_dir).parent == tmp_path / "mine"
+    mine.remove()
+
+
+async def test_adapters_that_a_killed_server_left_in_the_run_directory_are_not_in_the_next_ones_way(tmp_path):
+    def spool():
+        return Spool(tmp_path / "spool")
+
+    spool().write("policy-v000005", memoryview(b"old"), digest(b"old"), {})
+    (tmp_path / "spool" / ".canary-1").mkdir()
+    async with contextlib.AsyncExitStack() as stack:
+        own(tmp_path, stack)
+        spool().write("policy-v000005", memoryview(b"new"), digest(b"new"), {})
+        spool().write("canary-1", memoryview(b"new"), digest(b"new"), {})
+        with pytest.raises(ConfigError, match="Another tandem-server"):
+            own(tmp_path, stack)
+        assert len(list(spool().folder.iterdir())) == 2
+
+
+def test_the_configured_spool_of_a_killed_server_is_swept_by_the_next_one_of_its_host(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "MEMORY", tmp_path)
+    shared = tmp_path / "shared"
+    killed, lives, next_one = (Scratch(letter * 32) for letter in "abc")
+    left, used = (server.spool(str(shared), tmp_path) for server in (killed, lives))
+    assert used.stat().st_mode & 0o777 == 0o700
+    killed.remove()  # Its locks are let go, as when it is killed; its spool stays.
+    elsewhere = shared / f"tandem-{os.getuid()}-another.host-dddd"
+    elsewhere.mkdir()
+    found = next_one.spool(str(shared), tmp_path)
+    assert set(shared.iterdir()) == {used, found, elsewhere}
+    assert not left.exists()
+    for server in (lives, next_one):
+        server.remove()
 
 
 def test_a_launchers_variables_and_growing_segments_do_not_reach_the_engine():

@@ -3,9 +3,11 @@
 import contextlib
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 from bridge.errors import ConfigError
+from server_env.supervision.scratch import SPOOL
 
 
 def own(run_dir: Path, stack: contextlib.AsyncExitStack) -> None:
@@ -22,3 +24,4 @@ def own(run_dir: Path, stack: contextlib.AsyncExitStack) -> None:
             f"Another tandem-server already serves {run_dir}.", remedy="Use another run name, or end that server first."
         ) from None
     (run_dir / "connection.json").unlink(missing_ok=True)
+    shutil.rmtree(run_dir / SPOOL, ignore_errors=True)  # Its adapters have the names that ours will have.
