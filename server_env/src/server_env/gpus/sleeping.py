@@ -10,12 +10,16 @@ from bridge.errors import Refused
 from bridge.protocol import Slept
 from server_env.gpus.gpu_memory import used_bytes, used_bytes_below
 from server_env.supervision.replicas import Replicas
+from server_env.tasks import to_its_end
 
 log = logging.getLogger(__name__)
 
 
 class Sleeper:
-    """Lets work through while the engines are awake. Order after sleep: weights, adapters, KV cache."""
+    """Lets work through while the engines are awake. Order after sleep: weights, adapters, KV cache.
+
+    An engine that has begun to turn goes on whoever asked for it is gone, so its turn is always waited for.
+    """
 
     def __init__(self, replicas: Replicas) -> None:
         self.in_flight = 0
@@ -59,7 +63,10 @@ class Sleeper:
                 self._idle.set()
 
     async def sleep(self) -> Slept:
-        """Hold new requests, finish those in flight, give memory back. Raises Refused when the engine cannot."""
+        """Hold new requests, finish those in flight, give memory back. Raises Refused when the engine cannot.
+
+        Failed or cancelled, it leaves the engines awake.
+        """
         if not self.possible:
             raise Refused("This engine cannot sleep.", remedy="Set server.sleep = true; it needs a GPU.")
         async with self._turning:
@@ -70,34 +77,37 @@ class Sleeper:
             try:
                 await self._idle.wait()
                 before = used_bytes()
-                await self._replicas.turn("asleep")
+                await to_its_end(self._replicas.turn("asleep"))
+                freed = max(0, before - await used_bytes_below(before))
             except BaseException:
-                await self._wake()
+                await to_its_end(self._wake_after_all())
                 raise
-            freed = max(0, before - await used_bytes_below(before))
             level = logging.INFO if freed else logging.WARNING
             log.log(level, "the engine sleeps; %.2f GiB are free again", freed / 2**30)
             return Slept(seconds=time.monotonic() - started, freed_bytes=freed)
 
     async def wake(self) -> Slept:
-        """Take memory back and let requests through."""
+        """Take memory back and let requests through. Cancelled, it does so all the same."""
         async with self._turning:
             started = time.monotonic()
             if self.asleep:
-                await self._replicas.turn("awake")
-                self._awake.set()
-                log.info("the engine is awake")
+                await to_its_end(self._wake())
             return Slept(seconds=time.monotonic() - started)
 
     async def ready_for_adapters(self) -> None:
         """Wake as much of sleeping engines as loading an adapter needs."""
         async with self._turning:
             if self.asleep:
-                await self._replicas.turn("weights")
+                await to_its_end(self._replicas.turn("weights"))
 
     async def _wake(self) -> None:
-        """After a sleep that failed: those that sleep all the same are woken."""
+        await self._replicas.turn("awake")
+        self._awake.set()
+        log.info("the engine is awake")
+
+    async def _wake_after_all(self) -> None:
+        """After a sleep that failed: those that sleep all the same are woken. Requests hear why when they cannot be."""
         try:
-            await self._replicas.turn("awake")
+            await self._wake()
         finally:
             self._awake.set()
