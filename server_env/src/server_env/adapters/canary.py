@@ -22,6 +22,7 @@ from server_env.gpus.sleeping import Sleeper
 from server_env.metrics import Proof
 from server_env.supervision.replica import UNLOAD_TIMEOUT_S
 from server_env.supervision.slots import GUEST
+from server_env.tasks import together
 
 log = logging.getLogger(__name__)
 
@@ -126,18 +127,18 @@ class CanaryCheck:
         load_s = time.monotonic() - started
         prefix = [token for row in rows for token in row]
         try:
-            async with asyncio.TaskGroup() as asking:
-                base = [asking.create_task(engine.score("", row)) for row in rows]
-                adapted = [asking.create_task(engine.score(name, row)) for row in rows]
-                cached = asking.create_task(over_a_cached_prefix(engine, name, prefix))
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
+            base, adapted, (sampled, rescored) = await together(
+                [
+                    together(engine.score("", row) for row in rows),
+                    together(engine.score(name, row) for row in rows),
+                    over_a_cached_prefix(engine, name, prefix),
+                ]
+            )
         finally:
             await _unload(engine, name)
-        sampled, rescored = cached.result()
         return p.CanaryScored(
-            base=tuple(p.pack_logprobs(task.result()) for task in base),
-            adapted=tuple(p.pack_logprobs(task.result()) for task in adapted),
+            base=tuple(map(p.pack_logprobs, base)),
+            adapted=tuple(map(p.pack_logprobs, adapted)),
             sampled=p.pack_logprobs(sampled),
             rescored=p.pack_logprobs(rescored),
             load_s=load_s,
@@ -149,7 +150,7 @@ async def over_a_cached_prefix(engine: Engine, adapter: str, prefix: Sequence[in
     await engine.generate("", prefix, 1, FIRST)
     completions = await engine.generate(adapter, prefix, COMPLETIONS, SAMPLED)
     answers = [p.unpack_ids(completion.token_ids) for completion in completions]
-    scores = await asyncio.gather(*(engine.score(adapter, [*prefix, *ids]) for ids in answers))
+    scores = await together(engine.score(adapter, [*prefix, *ids]) for ids in answers)
     sampled = [logprob for completion in completions for logprob in p.unpack_logprobs(completion.logprobs)]
     scored = [logprob for ids, score in zip(answers, scores, strict=True) for logprob in score[-len(ids) :]]
     return sampled, scored
