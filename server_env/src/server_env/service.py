@@ -69,7 +69,9 @@ class Service:
             case p.Canary():
                 return await self.canary.answer(request, call.buffer, self.sleeper)
             case p.Sleep() | p.Wake():
-                return await self._turn(self.sleeper.sleep if isinstance(request, p.Sleep) else self.sleeper.wake)
+                to_sleep = isinstance(request, p.Sleep)
+                self._dozing = self._dozing and not to_sleep  # Whoever asks for sleep says when it ends, too.
+                return await self._turn(self.sleeper.sleep if to_sleep else self.sleeper.wake)
         raise ProtocolMismatch(f"This server does not know what to do with {type(request).__name__}.")
 
     def end(self, why: str) -> None:
@@ -275,9 +277,10 @@ class Service:
             await self._stop_dozing()
 
     async def _stop_dozing(self) -> None:
+        """Somebody is there. Whoever begins to wake it may be cancelled first: then the next one does."""
         if self._dozing:
-            self._dozing = False
             await self._turn(self.sleeper.wake)
+            self._dozing = False
 
 
 def _ids(packed: p.TokenIds) -> list[int]:
