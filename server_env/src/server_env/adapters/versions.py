@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import BridgeError, StaleVersion, Timeout
+from bridge.errors import BridgeError, PeerDied, StaleVersion, Timeout
 from bridge.protocol import AdapterLoaded, PublishAdapter
 from server_env.adapters.peft_adapter import BaseModel, check
 from server_env.adapters.spool import Spool
@@ -130,6 +130,8 @@ class Adapters:
             self._refused = None
             try:
                 answer = await self._publish(request, memoryview(b"") if data is None else data)
+            except PeerDied:  # The server ends, and tells everybody so.
+                raise
             except BridgeError as error:
                 self._fail_waiting(request.version, error)
                 raise

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from bridge.errors import BridgeError, EngineFailed
+from bridge.errors import BridgeError, EngineFailed, PeerDied
 from server_env.config import ServerConfig
 from server_env.engines.engine import Engine, EngineFacts, EngineGone
 from server_env.supervision.engine_process import EngineProcess
@@ -116,7 +116,7 @@ class Replicas:
             await asyncio.gather(*starting, return_exceptions=True)
 
     async def stop(self) -> None:
-        """End all for good; open calls end with EngineFailed."""
+        """End all for good; open calls end with PeerDied."""
         await _each(replica.supervisor.stop() for replica in self._all)
 
     async def hurry(self) -> None:
@@ -134,7 +134,7 @@ class Replicas:
         """The result of work on one engine, asked again (MAX_TRIES) of another one when that is lost.
 
         adapter: the name under which it asks; sequences: how much work that is; as_guest: it loads that adapter itself,
-        and unloads it. Raises EngineFailed.
+        and unloads it. Raises EngineFailed, and PeerDied when the server ends.
         """
         for tries_left in reversed(range(MAX_TRIES)):
             replica = await self._least_busy(adapter, as_guest=as_guest)
@@ -207,7 +207,8 @@ class Replicas:
 
     async def _until_changed(self) -> None:
         if self.state == "failed":
-            raise self._all[0].supervisor.error
+            errors = [replica.supervisor.error for replica in self._all]
+            raise next((error for error in errors if isinstance(error, PeerDied)), errors[0])
         await self._change.wait()
 
     async def _change_all(

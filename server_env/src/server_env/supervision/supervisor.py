@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Literal, Protocol, TypeVar
 
-from bridge.errors import BridgeError, EngineFailed, from_failure, to_failure
+from bridge.errors import BridgeError, EngineFailed, PeerDied, from_failure, to_failure
 from server_env.engines.engine import Engine, EngineFacts, EngineGone
 from server_env.supervision.engine_process import EngineProcess
 
@@ -64,7 +64,7 @@ class Supervisor:
         self._stall_timeout_s = stall_timeout_s
         self._unanswered_restarts = 0
         self._open = 0
-        self._error: EngineFailed | None = None
+        self._error: BridgeError | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._examination: asyncio.Task[None] | None = None
 
@@ -89,10 +89,10 @@ class Supervisor:
         return self._process.lives
 
     @property
-    def error(self) -> EngineFailed:
-        """Why it failed for good; a new one each time, for whoever raises it."""
+    def error(self) -> BridgeError:
+        """Why it is gone for good: EngineFailed, or PeerDied when the server ends. A new one for whoever raises it."""
         assert self._error
-        return cast("EngineFailed", from_failure(to_failure(self._error)))
+        return from_failure(to_failure(self._error))
 
     async def start(self) -> EngineFacts:
         """The first start. Raises EngineFailed: an engine that never came up is not tried again."""
@@ -105,13 +105,16 @@ class Supervisor:
         return self.facts
 
     async def stop(self) -> None:
-        """End the engine for good; open calls end with EngineFailed."""
+        """End the engine for good; open calls end with PeerDied: another server can answer them."""
         tasks = [*self._tasks, *([self._examination] if self._examination else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._error is None:
-            self._error = EngineFailed("The server is shutting down.")
+            self._error = PeerDied(
+                "The server ended before it had answered.",
+                why="It was told to, or had not heard of its trainer for too long: server.log says which.",
+            )
         self._set("failed")
         await self._process.stop()
 
