@@ -146,3 +146,29 @@ async def test_who_waits_for_a_version_is_told_that_it_was_refused(replicas, mon
     with pytest.raises(Refused, match="was refused: no such tensor"):
         await adapters._wait_for(1)
     await replicas.stop()
+
+
+async def test_a_start_that_is_cancelled_lets_every_engine_end_in_peace():
+    class Stubborn(Process):
+        """Cancelled while it starts, it takes so many moments to end its process."""
+
+        def __init__(self, moments):
+            super().__init__()
+            self.moments, self.ended = moments, False
+
+        async def start(self, timeout_s):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(self.moments):
+                    await a_moment()
+                self.ended = True
+            return await super().start(timeout_s)
+
+    parts: list[Any] = [[Stubborn(1), Stubborn(2)], SimpleNamespace(), ServerConfig()]
+    starting = asyncio.create_task(Replicas(*parts).start())
+    await a_moment()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert [process.ended for process in parts[0]] == [True, True]

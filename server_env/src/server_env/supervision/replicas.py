@@ -18,6 +18,7 @@ from server_env.supervision.engine_process import EngineProcess
 from server_env.supervision.replica import Level, Prove, Replica
 from server_env.supervision.serving_time import ServingTime
 from server_env.supervision.supervisor import MAX_RESTARTS, State
+from server_env.tasks import together
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +108,7 @@ class Replicas:
 
     async def start(self) -> None:
         """The first start of all at once. Raises EngineFailed when one does not come up: none is tried again."""
-        starting = [asyncio.create_task(replica.supervisor.start()) for replica in self._all]
-        try:
-            await asyncio.gather(*starting)
-        finally:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
+        await together(replica.supervisor.start() for replica in self._all)
 
     async def stop(self) -> None:
         """End all for good; open calls end with PeerDied."""
