@@ -1,17 +1,25 @@
 """What an adapter's bytes say, which ones are refused and why, and how they lie on disk."""
 
+import asyncio
 import json
 import struct
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import lora_files
+from bridge import protocol as p
 from bridge.digest import digest
 from bridge.errors import Refused
 from served import tiny_model
+from server_env.adapters.canary import CanaryCheck
 from server_env.adapters.peft_adapter import BaseModel, check, read_header
 from server_env.adapters.spool import Spool
+from server_env.adapters.versions import AdapterLimits, Adapters
+from server_env.gpus.sleeping import Sleeper
 
 
 @pytest.fixture
@@ -138,3 +146,34 @@ def test_a_full_disk_is_a_clear_refusal_and_leaves_nothing(tmp_path, monkeypatch
     assert "no room for 1 bytes" in caught.value.what
     assert "spool_dir" in caught.value.remedy
     assert list(spool.folder.iterdir()) == [first]
+
+
+@pytest.mark.parametrize("what", ["publish", "canary"])
+async def test_what_is_written_for_somebody_who_gives_up_meanwhile_is_removed(tmp_path, model, monkeypatch, what):
+    adapter = lora_files.make(model, 1)
+    begun, may_end, write = threading.Event(), threading.Event(), Spool.write
+
+    def slow(*arguments):
+        begun.set()
+        may_end.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(Spool, "write", slow)
+    replicas: Any = SimpleNamespace()
+    spool = Spool(tmp_path / "spool")
+    adapters = Adapters(replicas, spool, BaseModel.read(str(model)), AdapterLimits(8, 2, 4))
+    said: dict[str, Any] = {"digest": adapter.digest, "adapter_config": adapter.config}
+    if what == "publish":
+        asked = adapters.publish(p.PublishAdapter(version=1, **said), memoryview(adapter.data))
+    else:
+        request = p.Canary(rows=(p.pack_ids([1, 2, 3]),), **said)
+        check = CanaryCheck(adapters, 60.0, lambda *_: None)
+        asked = check.answer(request, memoryview(adapter.data), Sleeper(replicas))
+    asking = asyncio.create_task(asked)
+    await asyncio.to_thread(begun.wait, 60)
+    asking.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await asyncio.get_running_loop().shutdown_default_executor()  # Whoever writes on has done so.
+    assert not list(spool.folder.iterdir())

@@ -22,7 +22,7 @@ from server_env.gpus.sleeping import Sleeper
 from server_env.metrics import Proof
 from server_env.supervision.replica import UNLOAD_TIMEOUT_S
 from server_env.supervision.slots import GUEST
-from server_env.tasks import together
+from server_env.tasks import to_its_end, together
 
 log = logging.getLogger(__name__)
 
@@ -64,21 +64,22 @@ class CanaryCheck:
         rows = tuple(p.unpack_ids(row) for row in request.rows)
         if not rows or min(map(len, rows)) < 2:
             raise Refused("A canary needs rows of two tokens or more.")
-        replicas = self._adapters.replicas
+        replicas, spool = self._adapters.replicas, self._adapters.spool
         await sleeper.until_awake()
         async with self._adapters.room_for_a_guest(), sleeper.working():
-            path = await asyncio.to_thread(self._spool, request, memoryview(b"") if data is None else data)
+            path = spool.folder / f"canary-{next(self._numbers)}"
             try:
+                await to_its_end(asyncio.to_thread(self._write, path.name, request, data))
                 asked, answers = await replicas.call(
                     lambda engine: self._ask_whom(engine, path, rows), adapter=GUEST, as_guest=True
                 )
             except BaseException:
-                self._adapters.spool.delete(path)
+                spool.delete(path)
                 raise
             last, self._kept = self._kept, Kept(path, rows, answers)
             await replicas.prove_all(but=asked)
         if last:
-            await asyncio.to_thread(self._adapters.spool.delete, last.path)
+            await asyncio.to_thread(spool.delete, last.path)
         log.info("canary %s: %s", path.name, _figures(answers))
         return answers
 
@@ -110,11 +111,10 @@ class CanaryCheck:
             )
         log.info("canary: this engine answers as the last one did; %s", _figures(found))
 
-    def _spool(self, request: p.Canary, data: memoryview) -> Path:
-        adapters = self._adapters
+    def _write(self, name: str, request: p.Canary, buffer: memoryview | None) -> None:
+        adapters, data = self._adapters, memoryview(b"") if buffer is None else buffer
         check(request.adapter_config, data, max_rank=adapters.limits.max_rank, base=adapters.base)
-        name = f"canary-{next(self._numbers)}"
-        return adapters.spool.write(name, data, request.digest, request.adapter_config)
+        adapters.spool.write(name, data, request.digest, request.adapter_config)
 
     async def _ask_whom(self, engine: Engine, path: Path, rows: Sequence[list[int]]) -> tuple[Engine, p.CanaryScored]:
         return engine, await self._ask(engine, path, rows)

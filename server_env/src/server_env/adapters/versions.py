@@ -18,6 +18,7 @@ from bridge.protocol import AdapterLoaded, PublishAdapter
 from server_env.adapters.peft_adapter import BaseModel, check
 from server_env.adapters.spool import Spool
 from server_env.supervision.replicas import Replicas
+from server_env.tasks import to_its_end
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +169,12 @@ class Adapters:
         epoch = self._epoch
         await self._until_there_is_room()
         started = time.monotonic()
-        adapter = await asyncio.to_thread(self._spool, self._new_name(request.version), request, data)
+        name = self._new_name(request.version)
+        try:
+            adapter = await to_its_end(asyncio.to_thread(self._spool, name, request, data))
+        except asyncio.CancelledError:
+            self.spool.delete(self.spool.folder / name)
+            raise
         spooled = time.monotonic()
         try:
             await self.replicas.load_adapter(adapter.name, adapter.path)
