@@ -42,6 +42,8 @@ class Node:
         self._why_ended = ""
         self._hurry: asyncio.Task[None] | None = None
         self._long_life_s = file.server.startup_timeout_s
+        for signum in (signal.SIGTERM, signal.SIGINT):  # Before anything is made that a signal could leave behind.
+            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signal.Signals(signum).name)
         engine = make_engine(file)
         scratch = Scratch(uuid.uuid4().hex)
         stack.callback(scratch.remove)
@@ -56,8 +58,6 @@ class Node:
             log_path=run_dir / "engine.log",
             environment=os.environ,
         )
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signal.Signals(signum).name)
 
     def _on_signal(self, name: str) -> None:
         """The first signal ends the node; another one means now."""
@@ -89,15 +89,12 @@ class Node:
                 )
 
     async def _live(self) -> int | None:
-        """One life; its return code, or None when a signal ended it."""
+        """One life; its return code, or None when a signal ended it. Raises EngineFailed when it cannot be ended."""
         life = asyncio.create_task(self._process.run())
         ended = asyncio.create_task(self._ended.wait())
         await asyncio.wait({life, ended}, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         life.cancel()
-        code = (await asyncio.gather(life, return_exceptions=True))[0]
-        if self._ended.is_set():
-            return None
-        if isinstance(code, BaseException):
-            raise code
-        return code
+        await asyncio.wait([life])
+        code = None if life.cancelled() else life.result()
+        return None if self._ended.is_set() else code
