@@ -459,6 +459,20 @@ def test_stop_child_ends_what_a_dead_child_left_in_its_group():
     assert started.pid not in {one.group for one in guard.processes().values()}
 
 
+def test_stop_child_of_a_child_that_is_collected_just_then_is_content(monkeypatch):
+    started = spawned("/bin/sleep", "60")
+    kill = os.kill
+
+    def too_late(pid, _signum):
+        kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "kill", too_late)
+    assert stop_child(started) == "terminated"
+    started.communicate()
+
+
 def test_stop_child_of_a_collected_child_signals_nobody(monkeypatch):
     started = spawned("/bin/true")
     started.communicate()

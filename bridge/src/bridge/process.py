@@ -182,7 +182,8 @@ def stop_child(child: "subprocess.Popen[bytes]", term_s: float = 10.0, kill_s: f
         return "gone"
     rung: Rung = "gone"
     if not _ended(child, 0):
-        os.kill(child.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # Somebody else collects it just now.
+            os.kill(child.pid, signal.SIGTERM)
         rung = "terminated" if _ended(child, term_s) else "killed"
     left = end_group(child.pid, kill_s)
     if left or not _ended(child, kill_s):
