@@ -1,10 +1,12 @@
 """Leases, caches, scratch folders, environments: the parts of the server half that need no engine."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -212,6 +214,15 @@ def test_little_room_in_memory_sends_adapters_to_the_run_directory(tmp_path, mon
     assert mine.spool("", run_dir) == run_dir / "spool"
     assert mine.spool(str(tmp_path / "mine"), run_dir).parent == tmp_path / "mine"
     mine.remove()
+
+
+async def test_who_looks_just_then_whether_a_server_holds_a_run_directory_is_no_server(tmp_path, monkeypatch):
+    (tmp_path / "server.lock").touch()
+    with (tmp_path / "server.lock").open("rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda _: looking.close())
+        async with contextlib.AsyncExitStack() as stack:
+            own(tmp_path, stack)
 
 
 async def test_adapters_that_a_killed_server_left_in_the_run_directory_are_not_in_the_next_ones_way(tmp_path):
