@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any, Self
 
 from bridge.endpoint import private_dir
 from bridge.errors import PeerDied
@@ -28,14 +28,16 @@ POLL_S = 0.1
 LAST_WORDS = 3000
 """Characters that are shown of a failed process's output."""
 GOODBYE_S = 20.0
-"""For the others to end once one has: it may take its server down, or wait in vain for the one that is gone."""
+"""For the others to end once one has: it may take its server down, or wait in vain for the one that is gone. Another
+Ctrl-C ends the wait."""
 
 
 def launch(config: TrainConfig, placement: Placement, *, resume: bool) -> int:
     """Train in placement.ranks processes; the exit status of the run.
 
     The first one has the terminal, the others write to run_dir/ranks. Ctrl-C and SIGTERM mean what they mean to one
-    process. Raises ConfigError as a Session would, and PeerDied when a process was killed.
+    process; once one has ended, that the others are killed. Raises ConfigError as a Session would, and PeerDied when a
+    process was killed.
     """
     step_to_resume(config, resume=resume)
     folder = private_dir(private_dir(config.run_dir) / "ranks")
@@ -44,13 +46,17 @@ def launch(config: TrainConfig, placement: Placement, *, resume: bool) -> int:
     meeting = folder / f"meeting-{os.getpid()}"
     meeting.unlink(missing_ok=True)
     words = [str(folder), str(os.getpid()), *(["--resume"] if resume else [])]
-    processes = [_start(rank, placement.ranks, meeting, words) for rank in range(placement.ranks)]
-    try:
-        with _interrupts_passed_on_to(processes):
+    with _Interrupts() as interrupts:
+        processes = interrupts.passed_on_to
+        try:
+            for rank in range(placement.ranks):
+                processes.append(_start(rank, placement.ranks, meeting, words))
+            if interrupts.count:  # Whoever was being started has not heard of it.
+                raise KeyboardInterrupt
             return _outcome(processes, folder)
-    finally:
-        _end(processes)
-        meeting.unlink(missing_ok=True)
+        finally:
+            _end(processes, interrupts)
+            meeting.unlink(missing_ok=True)
 
 
 def log_of(rank: int, folder: Path) -> Path:
@@ -79,19 +85,28 @@ def _start(rank: int, ranks: int, meeting: Path, words: list[str]) -> Process:
         )
 
 
-@contextlib.contextmanager
-def _interrupts_passed_on_to(processes: list[Process]) -> Iterator[None]:
-    def pass_on(_signum: int, _frame: FrameType | None) -> None:
-        for process in processes:
+class _Interrupts:
+    """In here Ctrl-C and SIGTERM raise nothing: they are passed on as SIGINT to these processes, and counted."""
+
+    def __init__(self) -> None:
+        self.passed_on_to: list[Process] = []
+        self.count = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, _signum: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        for process in self.passed_on_to:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _outcome(processes: list[Process], folder: Path) -> int:
@@ -114,16 +129,20 @@ def _outcome(processes: list[Process], folder: Path) -> int:
     return status
 
 
-def _end(processes: list[Process]) -> None:
-    """Ask, wait, and kill whoever still lives, with its family."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + GOODBYE_S
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def _end(processes: list[Process], interrupts: _Interrupts) -> None:
+    """Ask, wait until GOODBYE_S are over or somebody interrupts, and kill whoever still lives, with its family."""
+    before, deadline = interrupts.count, time.monotonic() + GOODBYE_S
+    for process in _living(processes):
+        process.terminate()
+    while _living(processes) and interrupts.count == before and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    left = _living(processes)
+    for process in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in left:
+        process.wait()
+
+
+def _living(processes: list[Process]) -> list[Process]:
+    return [process for process in processes if process.poll() is None]
