@@ -14,6 +14,7 @@ import pytest
 import lora_files
 from bridge import guard
 from bridge import protocol as p
+from bridge.blocking import BlockingClient
 from bridge.endpoint import read_connection
 from bridge.errors import BridgeError, ConfigError, EngineFailed, PeerDied, Refused
 from bridge.process import family_of, wait_until_gone
@@ -22,6 +23,7 @@ from trainer_env import serving as module
 from trainer_env.config import load
 from trainer_env.devices import Devices
 from trainer_env.placement import plan
+from trainer_env.runs.checkpoints import NEEDED
 from trainer_env.session import Session
 from trainer_to_kill import serving
 
@@ -47,6 +49,10 @@ def until(condition, what, timeout_s=30.0):
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.02)
+
+
+def client_threads():
+    return sum(thread.name == "tandem-bridge" for thread in threading.enumerate())
 
 
 class Lab:
@@ -293,6 +299,104 @@ def test_without_time_to_wait_a_server_is_not_kept(lab):
 def test_a_server_that_was_kept_and_not_fetched_ends(lab):
     lab.start(keep=0.5).keep()
     assert lab.left() == []
+
+
+# ---- held anew -------------------------------------------------------------------------------------------------------
+
+
+def broken_off(monkeypatch, *, admitted):
+    """The next attempt to attach is interrupted: before the server has heard of it, or after it has agreed."""
+    connect = BlockingClient.connect
+
+    def interrupted(*arguments, **options):
+        monkeypatch.setattr(BlockingClient, "connect", connect)
+        if admitted:
+            connect(*arguments, **options).close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BlockingClient, "connect", interrupted)
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+def test_an_interrupt_while_a_server_is_held_anew_costs_nobody_the_server(lab, monkeypatch, admitted):
+    it = lab.start()
+    lab.publish(it, 3)
+    broken_off(monkeypatch, admitted=admitted)
+    with pytest.raises(KeyboardInterrupt):
+        it.begin_anew()
+    it.connect()
+    assert lab.publish(it, 2).version == 2
+    assert it.begin_anew().ask(generate(PROMPT)).version == 2
+    assert client_threads() == 1
+
+
+def test_an_interrupt_while_the_old_client_is_closed_costs_nobody_the_server(lab, monkeypatch):
+    it = lab.start()
+    lab.publish(it, 3)
+    close = BlockingClient.close
+
+    def interrupted(client):
+        monkeypatch.setattr(BlockingClient, "close", close)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BlockingClient, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        it.begin_anew()
+    assert lab.publish(it, 2).version == 2
+
+
+def test_a_server_that_dies_while_it_is_held_anew_is_replaced(lab, monkeypatch):
+    it = lab.start()
+    lab.publish(it, 3)
+
+    def dies(*_, **__):
+        patched.undo()
+        lab.kill_server()
+        until(it.died, "it is dead")
+        raise PeerDied("It is gone.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(it, "_attach", dies)
+        with pytest.raises(PeerDied):
+            it.begin_anew()
+    assert it.connect().ask(generate(PROMPT)).version == 3
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_interrupt_while_a_server_is_attached_to_does_not_lock_its_own_process_out(lab, monkeypatch, kept):
+    if kept:
+        lab.start().keep()
+    it = lab.serving()
+    broken_off(monkeypatch, admitted=True)
+
+    def begin():
+        it.start(str(lab.model), anew=False)  # Which attaches to one that was kept.
+        it.connect()
+
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    assert it.connect().ask(generate(PROMPT)).completions
+    assert len(lab.journal("start")) == 1
+
+
+def test_a_session_whose_beginning_anew_was_interrupted_is_asked_and_trains_all_the_same(lab, monkeypatch):
+    config = load(lab.job(), ['tracking.display="none"'])
+    with Session(config, plan(config.placement, Devices(cores=2)), by_hand=True) as session:
+        session.start()
+        session.status()
+        lab.note()
+        lab.publish(session._serving, 3)
+        checkpoint = lab.run_dir / "checkpoints" / "checkpoint-2"
+        checkpoint.mkdir(parents=True)
+        for name in NEEDED:
+            (checkpoint / name).write_text('{"global_step": 2}')
+        broken_off(monkeypatch, admitted=True)
+        with pytest.raises(KeyboardInterrupt):
+            session._go_on(config)
+        assert session.status().version == 3
+        session._go_on(config)
+        session.status()
+        assert lab.publish(session._serving, 2).version == 2
 
 
 # ---- replaced --------------------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ class Serving:
         self._matters: dict[str, object] = {}
         self._anew = True
         self._client: LastingClient | None = None
+        self._attached = False
+        """Whether the server may have admitted this process: one that was interrupted does not know."""
         self._starting = threading.Lock()
         self._ending = False
         self._in_a_row = 0
@@ -103,14 +105,22 @@ class Serving:
         if self._client is None and self._process.taken_over:
             self._hold(self._attach_to_left())
         if self._client is None:
-            self._hold(self._attach())
+            self._hold(self._attach(again=self._attached))
         return self.client
 
     def begin_anew(self) -> LastingClient:
-        """Hold the server under another epoch, in which the first version may be older than its newest."""
-        old, self._client = self.client, None
-        old.close()
-        self._hold(self._attach(again=True))
+        """Hold the server under another epoch, in which the first version may be older than its newest.
+
+        Raises what keeps the server from answering. Failed or interrupted, `connect` goes on from there.
+        """
+        old = self.client
+        try:
+            self._hold(self._attach(again=True))
+        finally:
+            if self._client is old and self._process.alive:  # Perhaps it admitted us, and refuses the old client.
+                self._client = None
+            if self._client is not old:
+                old.close()
         return self.client
 
     def restarts(self) -> int:
@@ -168,6 +178,7 @@ class Serving:
     def _attach(self, *, again: bool = False) -> BlockingClient:
         """A client that holds the lease, once the server is ready. again: this process holds it already."""
         connection = self._process.wait_ready(ready_within_s(self._config))
+        self._attached = True
         return BlockingClient.connect(
             connection,
             run_id=self._config.run,
@@ -183,7 +194,7 @@ class Serving:
     def _attach_to_left(self) -> BlockingClient | None:
         """A client of the server that was left; None when that was ending or will not do, and another one starts."""
         try:
-            client = self._attach()
+            client = self._attach(again=self._attached)
             before = client.ask(p.Status()).restarts
         except Refused:  # It is somebody else's, and not ours to end.
             self._process.let_go()

@@ -283,8 +283,9 @@ class Session:
         if self._resume:
             step = step_of(checkpoint_to_resume(checkpoints))
             if self._serving.connected and self.status().version > step:
-                self._serving.begin_anew()
-                self._asking = None
+                with self._connecting:
+                    self._asking = None
+                    self._serving.begin_anew()
         self.config = config
         self._write_config()
         self._show(config.tracking.display)
@@ -369,7 +370,7 @@ class Session:
         """The server, once its engine has answered and its lease is ours."""
         with self._connecting:
             self._require_open()
-            return self._serving.client if self._asking else self._connect()
+            return self._serving.client if self._asking and self._serving.connected else self._connect()
 
     def _connect(self) -> Server:
         with phase(self._serving, self._interrupts), timed("the server answers", self._shown):
