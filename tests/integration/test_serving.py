@@ -492,6 +492,30 @@ def test_a_run_that_ends_while_a_server_is_started_again_leaves_nobody(lab, monk
     assert lab.left() == []
 
 
+def test_a_server_that_dies_as_it_is_kept_is_not_started_again(lab, monkeypatch):
+    it = lab.start()
+    start_again, let_go, gone = it._start_again, it._process.let_go, threading.Event()
+
+    def started_late():
+        assert gone.wait(30)
+        start_again()
+
+    def lets_go():
+        let_go()
+        gone.set()
+
+    monkeypatch.setattr(it, "_start_again", started_late)
+    monkeypatch.setattr(it._process, "let_go", lets_go)
+    lab.kill_server()
+    answer = it.client.submit(generate(PROMPT))
+    until(lambda: it.client._renewal, "it is missed")
+    it.keep()
+    with pytest.raises(PeerDied):
+        answer.result(30)
+    assert not it._process.alive
+    assert lab.left() == []
+
+
 def test_a_question_that_was_cancelled_is_not_asked_again(lab, monkeypatch):
     monkeypatch.setenv("TANDEM_FAKE_FAULT", "hangs@1")
     it = lab.start()

@@ -132,12 +132,17 @@ class Serving:
         return None if self._process.alive else self._process.died()
 
     def keep(self) -> None:
-        """Let go of the server and leave it running, for `server.keep_server_s`. Raises ConfigError."""
+        """Let go of the server and leave it running, for `server.keep_server_s`. Raises ConfigError.
+
+        One that is gone is not started again for that.
+        """
         if not self._config.server.get("keep_server_s", 0):
             raise ConfigError(
                 "The server cannot be kept: server.keep_server_s is 0, so it ends when its trainer goes.",
                 remedy="Set server.keep_server_s to the seconds that it waits for the next trainer, 900 for instance.",
             )
+        with self._starting:
+            self._ending = True
         client = self._client
         if client:
             client.give_up()
