@@ -227,17 +227,18 @@ class Session:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def train(self, steps: int | None = None) -> Summary:
+    def train(self, steps: int | None = None, *, stop: threading.Event | None = None) -> Summary:
         """The whole story: load, connect, evaluate, train, evaluate, sum up.
 
         steps: optimizer steps of the run in all; default: grpo.max_steps. A run that was trained before goes on from
         its last checkpoint. Ctrl-C ends it after the step that is being taken, and leaves the server; another one ends
-        it at once, and raises KeyboardInterrupt. Raises what the server, a reward or the trainer raises, and
-        ConfigError when the run cannot go on.
+        it at once, and raises KeyboardInterrupt. stop: set in another thread, it means what the first Ctrl-C means.
+        Raises what the server, a reward or the trainer raises, and ConfigError when the run cannot go on.
         """
         if not self._training.acquire(blocking=False):
             raise ConfigError(f"Run {self.config.run!r} is being trained already.", remedy="Wait, or interrupt it.")
         try:
+            self._interrupts.stop = stop or threading.Event()
             with self._interrupts.heeded():
                 return self._trained(steps)
         finally:

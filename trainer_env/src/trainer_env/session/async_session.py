@@ -1,6 +1,7 @@
 """A Session for code that awaits."""
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -34,11 +35,12 @@ class AsyncSession:
 
     async def train(self, steps: int | None = None) -> "Summary":
         """As `Session.train`."""
-        training = asyncio.create_task(asyncio.to_thread(self.session.train, steps))
+        stop = threading.Event()  # This training's: the session may be at another one when it is set.
+        training = asyncio.create_task(asyncio.to_thread(self.session.train, steps, stop=stop))
         try:
             return await asyncio.shield(training)
         except asyncio.CancelledError:
-            self.session.end_step()
+            stop.set()
             await asyncio.wait([training])
             raise
 

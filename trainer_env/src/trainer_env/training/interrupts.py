@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 
 class Interrupts:
-    """stop: set when the optimizer step that is being taken is to be the last. say: tells people."""
+    """stop: set when the optimizer step that is being taken is to be the last; each training has its own. say: tells
+    people.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.stop = threading.Event()
@@ -38,7 +40,7 @@ class Interrupts:
         """What was interrupted is over: it ends nothing that comes after it."""
         self._count = 0
         self.ending = False
-        self.stop.clear()
+        self.stop = threading.Event()
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
