@@ -55,6 +55,14 @@ def client_threads():
     return sum(thread.name == "tandem-bridge" for thread in threading.enumerate())
 
 
+class InterruptedPopen(subprocess.Popen):
+    """A Ctrl-C comes when the child lives, and has no name yet."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        signal.raise_signal(signal.SIGINT)
+
+
 class Lab:
     """Sessions of one run, each as far as its server goes, and trainers that are killed."""
 
@@ -298,6 +306,20 @@ def test_without_time_to_wait_a_server_is_not_kept(lab):
 
 def test_a_server_that_was_kept_and_not_fetched_ends(lab):
     lab.start(keep=0.5).keep()
+    assert lab.left() == []
+
+
+def test_a_server_in_whose_birth_somebody_interrupts_is_ended_with_the_run(lab, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    it = lab.serving()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            it.start(str(lab.model), anew=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        lab.note()
+    it.close(now=True)
     assert lab.left() == []
 
 

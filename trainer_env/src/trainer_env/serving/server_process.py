@@ -24,6 +24,7 @@ from bridge.errors import BridgeError, ConfigError, EngineFailed, Failure, PeerD
 from bridge.process import Rung, family_of, living_of, log_tail, stop_child, wait_until_gone
 from bridge.protocol import Shutdown
 from trainer_env.serving import left_server
+from trainer_env.serving.held_signals import held_signals
 from trainer_env.serving.left_server import Started
 
 POLL_S = 0.1
@@ -170,7 +171,7 @@ class ServerProcess:
         for stale in ("connection.json", FAILURE_FILE):
             (self.run_dir / stale).unlink(missing_ok=True)
         self._family = {}
-        with self.log_path.open("ab") as log:
+        with self.log_path.open("ab") as log, held_signals():
             self._child = subprocess.Popen(
                 [*self._command(), "--trainer", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
