@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge import blocking as blocking_client
 from bridge import protocol as p
 from bridge.blocking import BlockingClient
 from bridge.endpoint import Connection, write_connection
@@ -135,6 +136,38 @@ def test_ctrl_c_while_connecting_leaves_nothing(tmp_path, ctrl_c):
     timer.join()
     assert not client_threads()
     assert descriptors() == before
+
+
+def test_ctrl_c_just_as_the_connection_stands_leaves_nothing(elsewhere, monkeypatch):
+    before = descriptors()
+
+    def interrupted(future):
+        future.result()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(blocking_client, "_result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        BlockingClient.connect(elsewhere.world.connection)
+    assert not client_threads()
+    elsewhere.wait(lambda: descriptors() <= before, "the sockets are closed")
+
+
+def test_a_close_that_was_interrupted_is_done_by_the_next_one(elsewhere, monkeypatch):
+    client = BlockingClient.connect(elsewhere.world.connection)
+
+    def interrupted(*_):
+        patched.undo()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client._loop, "call_soon_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.close()
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert not client_threads()
 
 
 def test_a_failed_connect_leaves_no_thread(elsewhere):

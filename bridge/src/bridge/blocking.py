@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Coroutine
@@ -45,11 +46,15 @@ class BlockingClient:
     ) -> Self:
         """As `BridgeClient.connect`; on_event is called on the client's thread, where it must not wait for replies."""
         self = cls()
-        try:
-            connecting = BridgeClient.connect(
+
+        async def connecting() -> None:
+            # On the client's thread no interrupt comes between: whoever has connected is known, and is closed.
+            self._client = await BridgeClient.connect(
                 connection, run_id=run_id, alone=alone, again=again, timeout_s=timeout_s, on_event=on_event
             )
-            self._client = _result(self._submit(connecting))
+
+        try:
+            _result(self._submit(connecting()))
         except BaseException:
             self.close()
             raise
@@ -77,9 +82,9 @@ class BlockingClient:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._loop.call_soon_threadsafe(self._end.set)
+            self._closed = True
+            with contextlib.suppress(RuntimeError):  # The thread has ended, and its loop with it.
+                self._loop.call_soon_threadsafe(self._end.set)  # Each time: the first call may have been interrupted.
         self._thread.join()
 
     def __enter__(self) -> Self:
