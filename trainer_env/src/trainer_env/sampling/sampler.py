@@ -47,10 +47,14 @@ class Asked:
         self._restart_s = server.welcome.restart_s
         self._log_path = server.welcome.log_path
         self._futures: list[Future[Generated]] = []
-        for request in requests:
-            future = server.submit(request)
-            self._futures.append(future)
-            future.add_done_callback(self._note_answer)
+        try:
+            for request in requests:
+                future = server.submit(request)
+                self._futures.append(future)
+                future.add_done_callback(self._note_answer)
+        except BaseException:
+            self.give_up()
+            raise
 
     def answers(self) -> list[Generated]:
         """Wait for all. Raises the first error, and Timeout."""
