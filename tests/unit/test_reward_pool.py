@@ -2,6 +2,7 @@
 
 import _thread
 import contextvars
+import faulthandler
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from contextlib import redirect_stdout
 from io import StringIO
+from typing import Any
 
 import pytest
 
@@ -304,3 +306,25 @@ def test_no_more_than_so_many_are_at_work_at_once_and_results_keep_their_order()
     assert daemons.each(work, list(range(12)), 3) == [item * 2 for item in range(12)]
     assert most[0] <= 3
     assert daemons.each(work, [], 3) == []
+
+
+def test_rewards_that_end_leave_those_of_another_thread_watched(monkeypatch):
+    timers: list[Any] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda left, **_: timers.append(round(left)))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timers.append(None))
+    monkeypatch.setattr(reward_pool, "SEARCH_S", 0.0)
+    monkeypatch.setattr(reward_pool, "LOCKED_S", 0.0)
+
+    def nested(*, completions, **_):
+        reward_pool.run_together([Reward("short", pays, timeout_s=1000.0)], ["p"], ["c"], {})
+        return [1.0] * len(completions)
+
+    def pays(*, completions, **_):
+        return [1.0] * len(completions)
+
+    reward_pool.run_together([Reward("long", nested, timeout_s=5000.0)], ["p"], ["c"], {})
+    *watched, last = timers
+    assert last is None
+    assert None not in watched
+    assert min(watched) <= 1000
+    assert watched[-1] > 2000

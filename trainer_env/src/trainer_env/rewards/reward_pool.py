@@ -1,6 +1,5 @@
 """The rewards of a batch, all at once: each in a daemon thread of its own, under its own time limit."""
 
-import faulthandler
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty
@@ -9,6 +8,7 @@ from typing import Any, Protocol, TypeGuard
 from trainer_env.rewards import daemons
 from trainer_env.rewards.completions import RowError
 from trainer_env.rewards.reward_errors import RewardError, sample_at
+from trainer_env.rewards.watchdog import Watchdog
 
 SEARCH_S = 2.0
 """How long rows are run alone to find the one that fails."""
@@ -51,13 +51,13 @@ def run_together(
     """
     scores: dict[int, list[float]] = {}
     begun = time.monotonic()
-    try:
-        _end_if_locked(min(reward.timeout_s for reward in rewards))
+    with Watchdog() as watchdog:
+        watchdog.within(min(reward.timeout_s for reward in rewards) + SEARCH_S + LOCKED_S)
         done = daemons.start(lambda reward: reward.scores(prompts, completions, columns), rewards)
         while len(scores) < len(rewards):
             place = min(set(range(len(rewards))) - set(scores), key=lambda place: rewards[place].timeout_s)
             left = max(0.0, begun + rewards[place].timeout_s - time.monotonic())
-            _end_if_locked(left)
+            watchdog.within(left + SEARCH_S + LOCKED_S)
             try:
                 place, outcome = done.get(timeout=left)
             except Empty:
@@ -67,14 +67,7 @@ def run_together(
             if isinstance(outcome, BaseException):
                 raise _raised(rewards[place], outcome, prompts, completions, columns) from outcome
             scores[place] = outcome
-    finally:
-        faulthandler.cancel_dump_traceback_later()
     return [scores[place] for place in range(len(rewards))]
-
-
-def _end_if_locked(left: float) -> None:
-    """End the process if this thread does not run again within the limit, the search, and some more."""
-    faulthandler.dump_traceback_later(left + SEARCH_S + LOCKED_S, exit=True, file=2)
 
 
 def _hangs(reward: TimedReward, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> RewardError:
