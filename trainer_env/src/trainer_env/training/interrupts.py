@@ -1,9 +1,11 @@
 """What Ctrl-C means to a run: once, while it trains, that this step is the last; otherwise, and twice, the end now."""
 
+import contextvars
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 
 class Interrupts:
@@ -18,6 +20,7 @@ class Interrupts:
         self.killing = False
         """Whether all is being killed already."""
         self._say = say
+        self._words: SimpleQueue[str | None] = SimpleQueue()
         self._count = 0
         self._stoppable = False
 
@@ -31,7 +34,7 @@ class Interrupts:
         self._count += 1
         if self._stoppable and self._count == 1:
             self.stop.set()
-            self._say("stopping after this step; once more to stop now")
+            self._words.put("stopping after this step; once more to stop now")
         elif not self.killing:
             self.ending = True
             raise KeyboardInterrupt
@@ -44,12 +47,24 @@ class Interrupts:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """A Ctrl-C in here lets the step end."""
+        """A Ctrl-C in here lets the step end.
+
+        That is said by another thread: the handler may have come in the middle of a print, which nobody enters twice.
+        """
+        context = contextvars.copy_context()  # A notebook knows its cell by it.
+        speaker = threading.Thread(target=context.run, args=(self._speak,), name="tandem-interrupts", daemon=True)
+        speaker.start()
         self._stoppable = True
         try:
             yield
         finally:
             self._stoppable = False
+            self._words.put(None)
+            speaker.join()
+
+    def _speak(self) -> None:
+        while (text := self._words.get()) is not None:
+            self._say(text)
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
