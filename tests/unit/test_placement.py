@@ -2,10 +2,12 @@
 
 # ruff: noqa: N802 (the stand-in for NVML has the names of NVML)
 
+import dataclasses
 import json
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from trainer_env.config import PlacementConfig
 from trainer_env.devices import Device, Devices
 from trainer_env.memory_share import ModelSize
 from trainer_env.placement import plan
+from trainer_env.training import Training
 
 GIB = 2**30
 
@@ -401,3 +404,50 @@ def test_detection_asks_the_driver_and_lets_go_of_it(monkeypatch):
 def test_detection_without_a_driver_finds_no_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(driver=False))
     assert detection.detect({}).gpus == ()
+
+
+TWO_GPUS = (gpu(0), gpu(1))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A process of the user's, on a machine with two."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Whatever is set in the test is taken back.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setattr(detection, "_gpus", lambda: TWO_GPUS)
+    monkeypatch.setattr(detection, "_torch_version", lambda: "2.0+cu128")
+    monkeypatch.setattr(detection, "_confined", None)
+    return monkeypatch
+
+
+def planned():
+    return plan(PlacementConfig(), detection.detect())
+
+
+def test_a_process_that_has_trained_plans_its_next_run_as_its_first(two_gpus):
+    first = planned()
+    assert first.mode == "split"
+    for _ in range(2):
+        detection.confine(first.trainer_environment())
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+        assert planned() == first
+
+
+def test_a_training_leaves_the_process_as_it_was_to_whoever_plans(two_gpus, tmp_path):
+    two_gpus.setitem(sys.modules, "trainer_env.training.grpo", SimpleNamespace(load_policy=lambda *_: "policy"))
+    first = planned()
+    nothing: Any = SimpleNamespace(run_dir=tmp_path, ending=False, status=lambda _: None)
+    fields = {field.name: nothing for field in dataclasses.fields(Training)}
+    assert Training(**{**fields, "placement": first})._load_policy() == "policy"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert planned() == first
+
+
+def test_what_the_user_hides_stays_hidden_when_the_process_has_trained(two_gpus):
+    two_gpus.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    first = planned()
+    detection.confine(first.trainer_environment())
+    assert planned() == first
+    two_gpus.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert planned().mode == "time-share"

@@ -5,9 +5,21 @@ import os
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class _Visible(NamedTuple):
+    """CUDA_VISIBLE_DEVICES as the user had it, and as it was set here."""
+
+    users: str | None
+    ours: str | None
+
+
+_confined: _Visible | None = None
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +46,7 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 
     gpus: tuple[Device, ...] = ()
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES; None: not set."""
+    """CUDA_VISIBLE_DEVICES as the user has it; None: not set."""
     cores: int = 1
     cpu_build: bool = False
     """The installed torch is one for CPUs: it cannot use a GPU."""
@@ -63,13 +75,25 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Devices:
-    """Ask the driver and the operating system. Without a driver there are no GPUs."""
+    """Ask the driver and the operating system. Without a driver there are no GPUs.
+
+    What `confine` has hidden from this process is there all the same: another run may be planned for it.
+    """
     return Devices(
         gpus=_gpus(),
-        visible=environment.get("CUDA_VISIBLE_DEVICES"),
+        visible=_users_visible() if environment is os.environ else environment.get(VISIBLE),
         cores=available_cores(),
         cpu_build=_torch_version().endswith("+cpu"),
     )
+
+
+def confine(variables: Mapping[str, str]) -> None:
+    """Set this process's own variables for its half's devices and threads: torch and CUDA read them as they are
+    imported.
+    """
+    global _confined  # noqa: PLW0603 (as the variables are, it is one for the process)
+    _confined = _Visible(_users_visible(), variables.get(VISIBLE, os.environ.get(VISIBLE)))
+    os.environ.update(variables)
 
 
 def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -80,6 +104,11 @@ def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return bound if allowed == "max" else max(1, min(bound, math.ceil(int(allowed) / int(period))))
     except (OSError, ValueError):
         return bound
+
+
+def _users_visible() -> str | None:
+    visible = os.environ.get(VISIBLE)
+    return _confined.users if _confined and visible == _confined.ours else visible
 
 
 def _torch_version() -> str:

@@ -1,11 +1,11 @@
 """A further process of a trainer on several GPUs: it samples and trains its share, and leaves all else to the first."""
 
-import os
 from threading import Event
 
 from trainer_env import data, models, ranks, rewards
 from trainer_env.config import TrainConfig
 from trainer_env.data.ordering import Schedule
+from trainer_env.devices import confine
 from trainer_env.placement import Placement
 from trainer_env.ranks.followed_server import FollowedServer
 from trainer_env.sampling import prompts
@@ -29,7 +29,7 @@ class Follower:
     def run(self) -> None:
         """Train along. Raises what the server, a reward or the trainer raises."""
         config = self._config
-        os.environ.update(self._placement.trainer_environment())
+        confine(self._placement.trainer_environment())
         from trainer_env.publishing.publisher import Publisher
         from trainer_env.training import grpo
 

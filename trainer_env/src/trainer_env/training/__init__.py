@@ -1,6 +1,5 @@
 """A run's training from beginning to end: load, connect, evaluate, train, evaluate, sum up."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ from trainer_env import ranks
 from trainer_env.config import TrainConfig
 from trainer_env.data import Data
 from trainer_env.data.ordering import Schedule
+from trainer_env.devices import confine
 from trainer_env.display import Display
 from trainer_env.display.quiet import prints_to
 from trainer_env.evaluation.run_evaluation import evaluate_run
@@ -97,7 +97,7 @@ class Training:
 
     def _load_policy(self) -> Any:
         """The base model under a fresh adapter: a `grpo.Policy`."""
-        os.environ.update(self.placement.trainer_environment())  # Read by torch and CUDA as they are imported.
+        confine(self.placement.trainer_environment())
         with self._phase(), timed("the trainer's model is loaded", self.display), self._quietly():
             from trainer_env.training import grpo
 
