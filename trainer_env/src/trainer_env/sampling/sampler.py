@@ -58,6 +58,7 @@ class Asked:
 
     def answers(self) -> list[Generated]:
         """Wait for all. Raises the first error, and Timeout."""
+        to_come = not all(future.done() for future in self._futures)
         try:
             # The time in which engines are started does not count; and a server that dies is replaced, and asked anew.
             longest_s = (1 + MAX_RESTARTS) * (self._allowed + 2 * self._restart_s) + GRACE_S
@@ -73,7 +74,10 @@ class Asked:
                     log_path=self._log_path,
                     remedy="Raise rollout.timeout_s if the server is only slow.",
                 )
-            return [future.result() for future in self._futures]
+            found = [future.result() for future in self._futures]
+            if to_come:  # Whoever waits may hear of the last answer before it is noted.
+                self.answered_at = time.perf_counter()
+            return found
         finally:
             self.give_up()
 
