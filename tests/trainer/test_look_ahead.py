@@ -12,9 +12,11 @@ from bridge.errors import SyncMismatch
 from bridge.protocol import Completion, Generate, Generated, Limits, pack_ids, pack_logprobs, unpack_ids
 from trainer.hf_server import HFServer
 from trainer.running import EXAMPLES
+from trainer_env import ranks
 from trainer_env.data import Example
 from trainer_env.data.ordering import Schedule
-from trainer_env.sampling.rollouts import Rollouts
+from trainer_env.sampling import rollouts as rollouts_module
+from trainer_env.sampling.rollouts import Batch, Rollouts
 from trainer_env.sampling.sampler import Sampler
 
 EOS = 2
@@ -204,6 +206,19 @@ def test_a_run_with_staleness_trains_on_the_same_prompts_one_version_later(train
     assert all(step.overlap is not None for step in ahead.steps)
     assert exact.steps[0].reward_mean == ahead.steps[0].reward_mean
     assert {step.proof for step in ahead.steps} <= {"agrees", "inconclusive"}
+
+
+def test_tokens_a_second_are_those_of_the_server_and_not_of_the_waiting(train, monkeypatch):
+    def batch(*, sampling_s, **figures):
+        return Batch(sampling_s=2.0 if sampling_s > 0 else sampling_s, **figures)
+
+    monkeypatch.setattr(rollouts_module, "Batch", batch)
+    monkeypatch.setattr(ranks, "total", lambda value: 3 * value)
+    monkeypatch.setattr(ranks, "most", lambda value: value + 1)
+    ran = train("grpo.max_steps=3", "rollout.max_staleness=1")
+    for step in ran.steps:
+        assert step.generated_tokens == 3 * 8 * step.completion_length
+        assert step.generated_tokens_per_s == pytest.approx(step.generated_tokens / 3.0)
 
 
 def test_a_run_with_staleness_is_resumed_within_its_bound_and_with_the_same_prompts(train):

@@ -57,6 +57,11 @@ def total(value: float) -> float:
     return _together([value], "SUM")[0] if count() > 1 else value
 
 
+def most(value: float) -> float:
+    """The largest of all processes'. Each has to call it."""
+    return _together([value], "MAX")[0] if count() > 1 else value
+
+
 def word_of_the_first(word: str) -> str:
     """What the first process says; what the others give is not looked at. At most WORD_BYTES. Each has to call it."""
     if count() == 1:

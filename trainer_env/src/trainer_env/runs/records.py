@@ -28,6 +28,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     completion_length: float | None = None
     """Mean, in tokens."""
     rollout_s: float | None = None
+    """Waiting for completions: less than their sampling took where that began ahead of time."""
     train_s: float | None = None
     publish_ms: float | None = None
     """From the end of the optimizer step until the new version serves."""
@@ -43,7 +44,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     wake_s: float | None = None
     freed_bytes: int | None = None
     generated_tokens: int | None = None
+    """Sampled for this step's batch, by all trainer processes."""
     generated_tokens_per_s: float | None = None
+    """The same by the seconds that the server took to sample them, waited for or not: how fast it samples."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

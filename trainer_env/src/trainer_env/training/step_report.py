@@ -107,9 +107,10 @@ class StepReport(TrainerCallback):
         batches, self._rollouts.batches = self._rollouts.batches, []
         figures = self._agreement.take()
         tokens = int(ranks.total(sum(batch.tokens for batch in batches)))
+        sampling_s = ranks.most(sum(batch.sampling_s for batch in batches))
         if self._tracker:
             self._require_change(logs)
-            metrics = self._metrics(state.global_step, logs, batches, figures, tokens)
+            metrics = self._metrics(state.global_step, logs, batches, figures, tokens=tokens, sampling_s=sampling_s)
             samples = self._scoring.samples(state.global_step, batches[-1].versions) if batches else []
             self._tracker.step(metrics, samples)
             if remark := self._flat.step(logs, metrics.reward_mean):
@@ -136,9 +137,18 @@ class StepReport(TrainerCallback):
         return ranks.any_of(self._enough is not None and self._enough())
 
     def _metrics(
-        self, step: int, logs: dict[str, float], batches: list[Batch], figures: Figures, tokens: int
+        self,
+        step: int,
+        logs: dict[str, float],
+        batches: list[Batch],
+        figures: Figures,
+        *,
+        tokens: int,
+        sampling_s: float,
     ) -> StepMetrics:
-        """tokens: that all trainer processes sampled; times, ratio and staleness are the first one's."""
+        """tokens: that all trainer processes sampled. sampling_s: that the server took for them, all at the same time.
+        Other times, ratio and staleness are the first process's.
+        """
         # A step that reuses a batch has no rollout: its reward and length are those of the batch.
         self._carried |= {
             key: logs[key] for key in ("reward", "reward_std", "completions/mean_length") if logs.get(key) is not None
@@ -171,7 +181,7 @@ class StepReport(TrainerCallback):
             wake_s=turned.wake_s,
             freed_bytes=turned.freed_bytes,
             generated_tokens=tokens,
-            generated_tokens_per_s=tokens / rollout_s if rollout_s else None,
+            generated_tokens_per_s=tokens / sampling_s if sampling_s else None,
         )
 
     def _overlap(self, batches: list[Batch]) -> float | None:
