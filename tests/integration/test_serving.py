@@ -355,16 +355,18 @@ def test_an_interrupt_while_a_server_is_held_anew_costs_nobody_the_server(lab, m
 def test_an_interrupt_while_the_old_client_is_closed_costs_nobody_the_server(lab, monkeypatch):
     it = lab.start()
     lab.publish(it, 3)
-    close = BlockingClient.close
+    close, left = BlockingClient.close, []
 
     def interrupted(client):
         monkeypatch.setattr(BlockingClient, "close", close)
+        left.append(client)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(BlockingClient, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         it.begin_anew()
     assert lab.publish(it, 2).version == 2
+    left[0].close()
 
 
 def test_a_server_that_dies_while_it_is_held_anew_is_replaced(lab, monkeypatch):
