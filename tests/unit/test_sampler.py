@@ -12,7 +12,7 @@ from trainer_env.sampling.sampler import Asked
 class Interrupted:
     """A server that nobody hears from; the third request to it is interrupted."""
 
-    welcome = SimpleNamespace(log_path="")
+    welcome = SimpleNamespace(log_path="", restart_s=0.0)
 
     def __init__(self) -> None:
         self.open: list[Future] = []
@@ -45,7 +45,7 @@ class Unnoted(Future):
 
 
 def test_an_answer_that_was_waited_for_has_come_when_the_waiting_ends():
-    server = SimpleNamespace(welcome=SimpleNamespace(log_path=""), submit=lambda _: Unnoted())
+    server = SimpleNamespace(welcome=SimpleNamespace(log_path="", restart_s=0.0), submit=lambda _: Unnoted())
     asked = Asked(server, [Generate(prompt=b"")])  # type: ignore[arg-type]
     assert asked.answers() == ["found"]
     assert asked.answered_at > asked.asked_at

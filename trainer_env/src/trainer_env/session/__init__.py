@@ -143,8 +143,9 @@ class Session:
         model, a run is here already, or there is none to resume.
         """
         run_dir = self.config.run_dir
-        if not self._by_hand:  # Else whoever opened it has asked the server half already.
+        if not self._by_hand:
             step_to_resume(self.config, resume=self._resume)
+        if not self._model:  # Else it has been checked already.
             self.check()
         if self.left_out:
             self._shown.note(self.left_out)
