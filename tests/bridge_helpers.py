@@ -230,7 +230,8 @@ class Raw:
         return p.RequestId(self.name, self.sequence, 0).pack()
 
     async def send(self, *frames: bytes) -> None:
-        await self.socket.send_multipart(frames)
+        async with asyncio.timeout(60):  # A socket whose connection zmq has given up would wait for ever.
+            await self.socket.send_multipart(frames)
 
     async def receive(self, timeout_s: float = 20.0) -> tuple[bytes, p.Reply | p.Event]:
         async with asyncio.timeout(timeout_s):
