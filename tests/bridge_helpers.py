@@ -21,7 +21,7 @@ from bridge.server import BridgeLimits, BridgeServer, Call
 TRANSPORTS = ["ipc", "tcp"]
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
     """Wait for what has no event of its own, with a deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -34,7 +34,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def generate(prompt: str, deadline_s: float = 30.0) -> p.Generate:
+def generate(prompt: str, deadline_s: float = 100.0) -> p.Generate:
     return p.Generate(prompt=prompt.encode(), deadline_s=deadline_s)
 
 
@@ -187,7 +187,7 @@ class World:
         return Connection(data=data, control=control, server_uuid="uuid", pid=self.pid, **keys)
 
     async def connect(self, connection: Connection | None = None, **options: Any) -> BridgeClient:
-        client = await BridgeClient.connect(connection or self.connection, **{"timeout_s": 20, **options})
+        client = await BridgeClient.connect(connection or self.connection, **{"timeout_s": 90, **options})
         self.stack.push_async_callback(client.close)
         return client
 
@@ -233,7 +233,7 @@ class Raw:
         async with asyncio.timeout(60):  # A socket whose connection zmq has given up would wait for ever.
             await self.socket.send_multipart(frames)
 
-    async def receive(self, timeout_s: float = 20.0) -> tuple[bytes, p.Reply | p.Event]:
+    async def receive(self, timeout_s: float = 90.0) -> tuple[bytes, p.Reply | p.Event]:
         async with asyncio.timeout(timeout_s):
             request_id, header = await self.socket.recv_multipart()
         return request_id, p.decode_to_client(header)

@@ -53,7 +53,7 @@ async def read(server: Served) -> Page:
         return Page(await answer.text())
 
 
-async def read_until(server: Served, holds: Callable[[Page], bool], timeout_s: float = 20.0) -> Page:
+async def read_until(server: Served, holds: Callable[[Page], bool], timeout_s: float = 90.0) -> Page:
     """The first page of which something holds, within a deadline."""
     deadline = time.monotonic() + timeout_s
     while not holds(page := await read(server)):

@@ -183,7 +183,7 @@ class Run:
         self.left = left
         return self
 
-    def gone(self, timeout_s: float = 60.0) -> "Run":
+    def gone(self, timeout_s: float = PATIENCE_S) -> "Run":
         """Wait until nobody of it lives."""
         deadline = time.monotonic() + timeout_s
         while alive := self.living():
@@ -375,4 +375,5 @@ after = false
 
 [server]
 engine_command = {engine}
+lease_s = 120.0
 """

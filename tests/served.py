@@ -25,6 +25,8 @@ VENVS = Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_engine.py"))]
 PROGRAM = [sys.executable, "-m", "server_env.cli"]
 POLL_S = 0.02
+LEASE_S = 120.0
+"""Far more than a test's own process may stand still: only where a test is about its end should a lease run out."""
 BACKEND = "vllm"
 """Of servers whose test does not say; a fixture may change it."""
 
@@ -48,7 +50,7 @@ def write_config(path: Path, data: dict) -> Path:
     return path
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
     """Wait for something that has no event of its own, with a deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -88,7 +90,7 @@ class Served:
             self.seen |= set(descendants(self.process.pid))
         return self.seen
 
-    async def ready(self, timeout_s: float = 30.0) -> "Served":
+    async def ready(self, timeout_s: float = 90.0) -> "Served":
         await until(
             lambda: self.connection_path.exists() or self.process.poll() is not None, "connection.json", timeout_s
         )
@@ -101,7 +103,7 @@ class Served:
         self._clients.append(client)
         return client
 
-    async def exited(self, timeout_s: float = 30.0) -> int:
+    async def exited(self, timeout_s: float = 90.0) -> int:
         await until(lambda: self.process.poll() is not None, "tandem-server to end", timeout_s)
         assert self.process.returncode is not None
         return self.process.returncode
@@ -163,6 +165,7 @@ async def served(
         "model": str(model),
         "context_length": 512,
         "max_lora_rank": 8,
+        "lease_s": LEASE_S,
         **(server or {}),
         **settings,
     }
@@ -194,7 +197,7 @@ async def served(
 
 
 def generate(
-    prompt: list[int], *, n: int = 1, deadline_s: float = 20.0, version: int = -1, min_version: int = 0, **sampling
+    prompt: list[int], *, n: int = 1, deadline_s: float = 100.0, version: int = -1, min_version: int = 0, **sampling
 ):
     """A Generate message."""
     return p.Generate(
@@ -213,7 +216,7 @@ async def publish(client: Client, model: Path, version: int, seed: int | None = 
     return await client.ask(adapter.publish(version), adapter.data)
 
 
-def score(token_ids: list[int], *, version: int = -1, deadline_s: float = 20.0) -> p.Score:
+def score(token_ids: list[int], *, version: int = -1, deadline_s: float = 100.0) -> p.Score:
     """A Score message."""
     return p.Score(token_ids=p.pack_ids(token_ids), version=version, deadline_s=deadline_s)
 
@@ -229,7 +232,7 @@ def environment_python(name: str) -> Path:
 def tiny_llama(python: Path, folder: Path) -> Path:
     """A random two-layer Llama with its tokenizer. python: one that has torch and transformers."""
     script = ROOT / "tests" / "engines" / "make_tiny_model.py"
-    subprocess.run([python, script, folder], check=True, capture_output=True, timeout=120)
+    subprocess.run([python, script, folder], check=True, capture_output=True, timeout=600)
     return folder
 
 

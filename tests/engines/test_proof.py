@@ -38,7 +38,7 @@ async def client(request, tiny, python_of, tmp_path_factory):
     program = [str(python_of(request.param)), "-m", "server_env.cli"]
     section = {**SERVER, "backend": request.param, "dtype": DTYPES[request.param]}
     folder = tmp_path_factory.mktemp(request.param)
-    async with served(folder, tiny, fake=False, program=program, server=section, wait=False, lease_s=60.0) as it:
+    async with served(folder, tiny, fake=False, program=program, server=section, wait=False, lease_s=1800.0) as it:
         await it.ready(START_S)
         yield await it.client("run")
 

@@ -40,7 +40,7 @@ async def server(request, tiny, python_of, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     section = {**SERVER, "backend": request.param}
     async with served(
-        folder, tiny, fake=False, program=program(python_of(request.param)), server=section, wait=False, lease_s=60.0
+        folder, tiny, fake=False, program=program(python_of(request.param)), server=section, wait=False, lease_s=1800.0
     ) as it:
         it.backend = request.param
         await it.ready(START_S)

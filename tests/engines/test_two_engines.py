@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 PROMPT = [5, 6, 7, 8, 9]
 START_S = 900
-SERVER = {"dtype": "float32", "context_length": 512, "cpu_kv_gib": 1, "data_parallel": 2, "lease_s": 120.0}
+SERVER = {"dtype": "float32", "context_length": 512, "cpu_kv_gib": 1, "data_parallel": 2, "lease_s": 1800.0}
 
 
 async def publish(client, model, version):

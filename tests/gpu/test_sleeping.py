@@ -45,7 +45,7 @@ async def server(request, tiny, engine_settings, tmp_path_factory):
         server=section,
         engine=engine_settings.get(request.param, {}),
         wait=False,
-        lease_s=60.0,
+        lease_s=1800.0,
     ) as it:
         await it.ready(START_S)
         yield it

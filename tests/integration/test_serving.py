@@ -44,7 +44,7 @@ attach_within_s = {attach}
 """
 
 
-def until(condition, what, timeout_s=30.0):
+def until(condition, what, timeout_s=90.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
@@ -75,7 +75,7 @@ class Lab:
         self._serving = []
         self._trainers = []
 
-    def job(self, *, keep=60.0, seed=0, lease=15.0, attach=120.0) -> Path:
+    def job(self, *, keep=60.0, seed=0, lease=120.0, attach=120.0) -> Path:
         path = self.folder / "job.toml"
         output_dir = self.run_dir.parent
         path.write_text(
@@ -141,7 +141,7 @@ class Lab:
         return [entry for entry in map(json.loads, lines) if entry["event"] == event]
 
     def left(self) -> list[int]:
-        return wait_until_gone(self.known, 20)
+        return wait_until_gone(self.known, 90)
 
     def close(self) -> None:
         for it in self._serving:

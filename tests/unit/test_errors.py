@@ -4,15 +4,12 @@ import copy
 import pickle
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge import errors
 from bridge import protocol as p
 from bridge.errors import BridgeError, Failure, from_failure, to_failure
-
-settings.register_profile("busy machine", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy machine")
 
 
 def tree(cls: type[BridgeError] = BridgeError) -> list[type[BridgeError]]:

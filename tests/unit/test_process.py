@@ -57,7 +57,7 @@ while True:
 KINDS = ["group", "session", "daemon", "orphan"]
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
     """Wait for what has no event of its own, with a deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():

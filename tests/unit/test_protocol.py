@@ -7,14 +7,11 @@ import typing
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge import protocol as p
 from bridge.errors import Failure, ProtocolMismatch
-
-settings.register_profile("busy machine", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy machine")
 
 TO_SERVER = [*typing.get_args(p.DataRequest), *typing.get_args(p.ControlRequest), p.Ack]
 TO_CLIENT = [*typing.get_args(p.Reply), *typing.get_args(p.Event)]
