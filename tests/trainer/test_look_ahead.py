@@ -1,6 +1,5 @@
 """Batches that are sampled ahead: in the run's order, each once, within the bound, and never for nothing."""
 
-import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from trainer_env import ranks
 from trainer_env.data import Example
 from trainer_env.data.ordering import Schedule
 from trainer_env.sampling import rollouts as rollouts_module
+from trainer_env.sampling import sampler
 from trainer_env.sampling.rollouts import Batch, Rollouts
 from trainer_env.sampling.sampler import Sampler
 
@@ -165,17 +165,20 @@ def test_a_batch_that_waits_for_others_has_their_time_too(make):
     assert [request.deadline_s for request in requests] == [9, 9, 18, 18, 27, 27]
 
 
-def test_what_was_sampled_while_the_trainer_trained_costs_no_waiting(make):
+def test_what_was_sampled_while_the_trainer_trained_costs_no_waiting(make, monkeypatch):
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(sampler, "time", clock)
+    monkeypatch.setattr(rollouts_module, "time", clock)
     server = Server()
     rollouts = make(server, "rollout.max_staleness=1")
     call(rollouts, server, 0)
     server.prompt = False
     call(rollouts, server, 1)  # Asks for the third batch; the second is here.
-    time.sleep(0.3)
+    clock.now += 3
     server.answer()
     call(rollouts, server, 2)
     batch = rollouts.batches[-1]
-    assert batch.sampling_s > 0.3 > batch.seconds
+    assert (batch.sampling_s, batch.seconds) == (3, 0)
 
 
 def test_each_rank_looks_ahead_in_its_own_part(make, tokenizer):
