@@ -73,7 +73,7 @@ class Target:
             self.taken += expected["taken"]
             self.mismatches += expected["mismatch"]
             self.dropped += expected["dropped"] + expected["mismatch"]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while await self.dropped_frames() < self.dropped:
                     pass
         assert await self.dropped_frames() == self.dropped, batch
@@ -107,7 +107,7 @@ class Target:
             with contextlib.closing(self.raw(socket, b"b" * 16)) as raw:
                 monitor = raw.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
                 await raw.send(raw.next_id(), TOO_BIG)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(90):
                     await monitor.recv_multipart()
                 raw.socket.disable_monitor()
                 monitor.close()

@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -107,10 +107,9 @@ async def test_a_server_key_that_is_none_is_a_config_error():
 
 
 async def refused_promptly(connection: Connection) -> Refused:
-    began = time.monotonic()
+    """Refused, and not the Timeout of somebody who waited."""
     with pytest.raises(Refused) as caught:
-        await BridgeClient.connect(connection, timeout_s=60)
-    assert time.monotonic() - began < 20
+        await BridgeClient.connect(connection, timeout_s=300)
     assert "connection file" in caught.value.remedy
     return caught.value
 
@@ -215,8 +214,7 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
 @pytest.fixture
 def open_world_dir():
     """A directory that everybody can enter: the check of the peer's user has to do alone."""
-    path = Path(f"/tmp/tandem-open-{os.getpid()}")
-    path.mkdir()
+    path = Path(tempfile.mkdtemp(prefix="tandem-open-", dir="/tmp"))
     path.chmod(0o755)
     yield path
     path.rmdir()
@@ -257,7 +255,7 @@ except Exception as error:
             *(sys.executable, "-c", code, world.server.data, world.server.control, str(os.getpid())),
             stdout=subprocess.PIPE,
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             out, _ = await intruder.communicate()
         assert out.startswith(b"Refused")
         assert b"another user" in out
@@ -402,7 +400,7 @@ async def test_a_frame_too_big_ends_only_the_connection_that_sent_it(world):
     assert await raw.ask(generate("before")) == generated("before")
     monitor = raw.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     await raw.send(raw.next_id(), bytes((1 << 20) + 1))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         await monitor.recv_multipart()
     raw.socket.disable_monitor()
     monitor.close()
@@ -435,7 +433,7 @@ async def test_bytes_that_are_not_even_zmq_do_not_disturb_the_server(world):
         with contextlib.suppress(OSError):
             writer.write(garbage)
             writer.write_eof()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 await reader.read()
         writer.close()
         with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ class Notebook:
             content = message["content"]
             shown.append(content.get("text") or "\n".join(content.get("traceback", [])))
 
-        await asyncio.to_thread(self._client.execute_interactive, cell, timeout=30, output_hook=note)
+        await asyncio.to_thread(self._client.execute_interactive, cell, timeout=90, output_hook=note)
         return "".join(shown)
 
 
@@ -43,7 +43,7 @@ class Notebook:
 def notebook(tmp_path, monkeypatch) -> Iterator[Notebook]:
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    with run_kernel(kernel_name="python3", startup_timeout=30) as client:
+    with run_kernel(kernel_name="python3", startup_timeout=90) as client:
         yield Notebook(client)
 
 
@@ -59,7 +59,7 @@ async def test_cells_ask_although_the_kernels_loop_runs_and_say_why_a_server_is_
         await until(lambda: len(server.journal("asked")) == 2, "the second request to reach the engine")
         server.note_family()
         server.process.kill()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             error = await asking
         assert "PeerDied" in error
         assert f"tandem-server (pid {server.process.pid}) is gone" in error
