@@ -5,13 +5,13 @@ adapter gives other answers. TANDEM_FAKE_FAULT says how to misbehave: faults sep
 `name[:argument][@life][#engine]`; `@1` limits one to an engine's first life, `#1` to the second of a server's engines.
 TANDEM_FAKE_JOURNAL names a file that gets a JSON line for each thing that happened.
 
-Faults: dies-at-start, never-listens, port-clash, slow-start:SECONDS, no-route:ROUTE, old-logprobs, ignores-sigterm,
-has-child, flat (every token is as likely as any other); on generation: dies, hangs, freezes (the whole process),
-answers-500, drops-connection, shifts-logprobs, other-model (vLLM), holds:FILE (answers when FILE exists); on loading:
-load-500, load-400, load-hangs, load-holds:FILE, load-dies, unlisted, ignores-adapter, drops-module:NAME; on unloading:
-unload-hangs; always: other-base (another base model), stale-cache (what was sampled over a prompt is sampled over it
-again, under whatever adapter). An argument FILE of other-base or ignores-adapter makes the fault begin when FILE
-exists.
+Faults: dies-at-start, never-listens, port-clash, slow-start:SECONDS, starts-when:FILE (exists), no-route:ROUTE,
+old-logprobs, ignores-sigterm, has-child, flat (every token is as likely as any other); on generation: dies, hangs,
+freezes (the whole process), answers-500, drops-connection, shifts-logprobs, other-model (vLLM), holds:FILE (answers
+when FILE exists); on loading: load-500, load-400, load-hangs, load-holds:FILE, load-dies, unlisted, ignores-adapter,
+drops-module:NAME; on unloading: unload-hangs; always: other-base (another base model), stale-cache (what was sampled
+over a prompt is sampled over it again, under whatever adapter). An argument FILE of other-base or ignores-adapter makes
+the fault begin when FILE exists.
 """
 
 import asyncio
@@ -252,6 +252,8 @@ def run(fake: Fake, routes: dict[tuple[str, str], Callable], *, middlewares=(), 
         time.sleep(3600)
     if "slow-start" in fake.faults:
         time.sleep(float(fake.faults["slow-start"]))
+    while "starts-when" in fake.faults and not Path(fake.faults["starts-when"]).exists():
+        time.sleep(POLL_S)
     if nodes and nodes[0] > 1:
         meet(fake, *nodes)
     app = web.Application(client_max_size=64 << 20, middlewares=middlewares)

@@ -31,6 +31,17 @@ BACKEND = "vllm"
 """Of servers whose test does not say; a fixture may change it."""
 
 
+def program_after(code: str) -> list[str]:
+    """tandem-server as a program that first runs some Python: what a test changes about it."""
+    return [sys.executable, "-c", f"import sys\n{code}\nfrom server_env.cli import main\nsys.exit(main())"]
+
+
+PATIENT = program_after(
+    "from server_env.supervision.engine_process import EngineProcess\nEngineProcess.stop.__defaults__ = (600.0,)"
+)
+"""A server that gives its engines ten minutes to end by themselves."""
+
+
 def toml(value) -> str:
     """A value as TOML: what JSON writes is TOML, but for tables."""
     if isinstance(value, dict):

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -115,11 +114,13 @@ async def test_requests_wait_while_the_engine_sleeps_and_its_turning_is_timed_on
 
 
 async def test_while_the_engine_is_down_our_own_half_answers(tmp_path, model, backend):
-    async with served(tmp_path, model, fault="slow-start:3@2") as server:
+    back_up = tmp_path / "back-up"
+    async with served(tmp_path, model, fault=f"starts-when:{back_up}@2") as server:
         client = await server.client("run")
         os.kill((await client.ask(p.Status())).engine_pid, signal.SIGKILL)
         down = await read_until(server, lambda page: page.value("tandem_engine_ready") == 0)
         assert NATIVE[backend] not in down.names
+        back_up.touch()
         back = await read_until(server, lambda page: page.value("tandem_engine_ready") == 1)
         assert back.value("tandem_engine_restarts_total") == 1
         assert NATIVE[backend] in back.names
@@ -130,9 +131,7 @@ async def test_an_engine_that_hangs_does_not_hold_the_page_up(tmp_path, model, b
         client = await server.client("run")
         asking = asyncio.create_task(client.ask(generate(PROMPT)))
         await read_until(server, lambda _: bool(server.journal("asked")))
-        started = time.monotonic()
         page = await read(server)
-        assert time.monotonic() - started < 9  # Prometheus waits 10 s.
         assert NATIVE[backend] not in page.names
         assert page.value("tandem_requests_in_flight") == 1
         asking.cancel()

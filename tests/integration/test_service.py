@@ -156,7 +156,7 @@ async def test_two_hundred_publishes_leave_one_load_each_and_few_files(tmp_path,
         assert len(loads) == len(set(loads)) == 200
         await until(lambda: len(server.journal("unload")) == 198, "all but two versions to be unloaded")
         spool = Path(server.journal("load")[-1]["path"]).parent
-        assert len(list(spool.iterdir())) <= 4
+        await until(lambda: len(list(spool.iterdir())) <= 4, "the files of the others to be gone")
 
 
 async def test_a_retired_version_is_refused_by_name(tmp_path, model):
@@ -233,8 +233,11 @@ async def test_a_cancelled_request_is_aborted_at_the_engine(tmp_path, model):
 async def test_a_request_past_its_deadline_is_aborted_at_the_engine(tmp_path, model):
     async with served(tmp_path, model, fault="hangs") as server:
         client = await server.client()
-        with pytest.raises(TimeoutError):
-            await client.ask(generate(PROMPT, deadline_s=0.5))
+        for deadline_s in (0.5, 2, 8, 32):  # It may pass before the engine is asked.
+            with pytest.raises(TimeoutError):
+                await client.ask(generate(PROMPT, deadline_s=deadline_s))
+            if server.journal("asked"):
+                break
         await until(lambda: server.journal("aborted"), "the engine to hear of it")
 
 
@@ -242,7 +245,7 @@ async def test_many_groups_at_once_are_each_answered(tmp_path, model):
     async with served(tmp_path, model) as server:
         client = await server.client()
         answers = await asyncio.gather(
-            *(client.ask(generate([5 + i % 300, 6], n=2, max_tokens=1, deadline_s=60)) for i in range(1500))
+            *(client.ask(generate([5 + i % 300, 6], n=2, max_tokens=1, deadline_s=300)) for i in range(1500))
         )
         assert sum(len(answer.completions) for answer in answers) == 3000
         status = await client.ask(p.Status())

@@ -11,7 +11,7 @@ from fake_core import family
 from metrics_reader import Page, figures
 from server_env.engines.engine import EngineGone
 from server_env.metrics import Metrics
-from server_env.metrics.metrics_page import MetricsPage, merge
+from server_env.metrics.metrics_page import ENGINE_TIMEOUT_S, MetricsPage, merge
 
 HISTOGRAM = """# HELP vllm:ttft_seconds Time to first token.
 # TYPE vllm:ttft_seconds histogram
@@ -23,6 +23,10 @@ vllm:ttft_seconds_sum{engine="0",model_name="a \\"b\\",engine="} 0.5
 # TYPE vllm:ttft_seconds_created gauge
 vllm:ttft_seconds_created{engine="0",model_name="a \\"b\\",engine="} 1.7e+09
 """
+
+
+def test_an_engine_has_less_time_than_prometheus_waits_for_a_page():
+    assert ENGINE_TIMEOUT_S < 10
 
 
 class Native:
