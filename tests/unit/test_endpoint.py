@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -197,8 +198,7 @@ def of_length(folder: Path, length: int) -> Path:
 @pytest.fixture
 def short_dir():
     """A directory whose path leaves room: pytest's own are long."""
-    path = Path(f"/tmp/tandem-{os.getpid()}")
-    path.mkdir(mode=0o700)
+    path = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))
     yield path
     for file in path.iterdir():
         file.unlink()

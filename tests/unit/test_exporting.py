@@ -331,7 +331,7 @@ def test_an_export_that_is_ended_leaves_nothing_running(a_run, tmp_path, stand_i
     a_run()
     pid = tmp_path / "pid"
     stand_in(
-        f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(f'{{os.getpid()}}\\n')\ntime.sleep(100)\n"
+        f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(f'{{os.getpid()}}\\n')\ntime.sleep(1000)\n"
     )
     words = ["export", "adding", "--out", "out", "--what", "merged"]
     main = f"import sys; from trainer_env.cli import main; sys.exit(main({words}))"
@@ -340,14 +340,14 @@ def test_an_export_that_is_ended_leaves_nothing_running(a_run, tmp_path, stand_i
         merging = int(pid.read_text())
         assert living(merging)
         command.send_signal(number)
-        assert command.wait(30) == status
+        assert command.wait(90) == status
     wait_for(lambda: not living(merging))
     if number == signal.SIGTERM:
         assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))]
 
 
 def wait_for(happened):
-    for _ in range(600):
+    for _ in range(1800):
         if happened():
             return
         time.sleep(0.05)

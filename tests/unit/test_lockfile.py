@@ -223,7 +223,7 @@ def test_every_cuda_pin_has_a_wheel(name):
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("have a wheel for") == 2

@@ -105,6 +105,13 @@ class Family:
 
 
 @pytest.fixture
+def newcomers():
+    """Descendants of ours since the test began."""
+    before = set(guard.descendants(os.getpid()))
+    return lambda: set(guard.descendants(os.getpid())) - before
+
+
+@pytest.fixture
 async def family(tmp_path):
     family = Family(tmp_path)
     yield family
@@ -200,12 +207,13 @@ async def test_what_a_command_leaves_behind_is_ended_too(family, kind):
     assert not family.alive
 
 
-async def test_deaf_leftovers_are_killed_as_fast_as_stop_asks(family):
+async def test_deaf_leftovers_are_killed_as_fast_as_stop_asks(family, monkeypatch, tmp_path):
+    patient = tmp_path / "guard.py"
+    patient.write_text(Path(guard.__file__).read_text().replace("DEFAULT_TERM_S = 5.0", "DEFAULT_TERM_S = 600.0"))
+    monkeypatch.setattr(guard, "__file__", str(patient))
     process = await family.start("daemon", "exits", "deaf")
     assert await process.wait() == 3
-    began = time.monotonic()
     assert await process.stop(0) == "killed"
-    assert time.monotonic() - began < guard.DEFAULT_TERM_S
     assert not family.alive
 
 
@@ -259,7 +267,7 @@ async def test_every_waiter_hears_of_the_end(family):
     assert await asyncio.gather(*waiters[1:]) == [-signal.SIGTERM] * 2
 
 
-async def test_a_start_that_is_cancelled_leaves_nobody(family):
+async def test_a_start_that_is_cancelled_leaves_nobody(family, newcomers):
     for steps in range(4):
         start = asyncio.create_task(GuardedProcess.start(family.argv(), env={}, log_path=family.log))
         for _ in range(steps):
@@ -267,10 +275,10 @@ async def test_a_start_that_is_cancelled_leaves_nobody(family):
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
             await start
-    assert not guard.descendants(os.getpid())
+    assert not newcomers()
 
 
-async def test_a_start_that_is_cancelled_just_as_it_succeeds_is_cancelled(family, monkeypatch):
+async def test_a_start_that_is_cancelled_just_as_it_succeeds_is_cancelled(family, newcomers, monkeypatch):
     take_in = GuardedProcess._take_in
 
     def take_in_and_cancel(self: GuardedProcess, words: list[str]) -> None:
@@ -282,21 +290,21 @@ async def test_a_start_that_is_cancelled_just_as_it_succeeds_is_cancelled(family
     start = asyncio.create_task(GuardedProcess.start(family.argv(), env={}, log_path=family.log))
     with pytest.raises(asyncio.CancelledError):
         await start
-    assert not guard.descendants(os.getpid())
+    assert not newcomers()
 
 
-async def test_a_guard_that_does_not_answer_is_an_engine_failure(family, monkeypatch):
+async def test_a_guard_that_does_not_answer_is_an_engine_failure(family, newcomers, monkeypatch):
     monkeypatch.setattr(process_module, "START_S", 0.0)
     with pytest.raises(EngineFailed, match="did not answer"):
         await family.run("/bin/sleep", "60")
-    assert not guard.descendants(os.getpid())
+    assert not newcomers()
 
 
 async def test_killing_the_guard_ends_the_command_and_its_group(family):
     process = await family.start("group", "deaf")
     process._guard.kill()
     assert await process.wait() == -signal.SIGKILL
-    assert not family.alive
+    await family.gone()
     assert await process.stop() == "killed"
 
 
@@ -393,13 +401,13 @@ def test_a_pid_that_is_no_descendant_gets_no_signal():
         guard.send([innocent.pid], signal.SIGKILL, root.pid)
         assert innocent.poll() is None
         guard.send([innocent.pid], signal.SIGKILL, os.getpid())
-        assert innocent.wait(10) == -signal.SIGKILL
+        assert innocent.wait(90) == -signal.SIGKILL
         root.kill()
 
 
 async def test_starting_and_stopping_leaks_no_descriptor_and_no_process(family):
     await (await family.python("")).stop()
-    before = open_descriptors()
+    before, others = open_descriptors(), children()
     for _ in range(3):
         process = await family.python("")
         await process.wait()
@@ -407,16 +415,16 @@ async def test_starting_and_stopping_leaks_no_descriptor_and_no_process(family):
     with contextlib.suppress(EngineFailed):
         await GuardedProcess.start(["true"], env={}, log_path=family.log, cwd=Path("/nowhere"))
     assert open_descriptors() == before
-    assert not children()
+    assert children() <= others
 
 
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def children() -> str:
+def children() -> set[str]:
     """Pids of our children, zombies too."""
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 def spawned(*argv: str) -> "subprocess.Popen[bytes]":
@@ -441,7 +449,8 @@ def test_stop_child_terminates():
 
 def test_stop_child_kills_the_deaf_and_its_group():
     started = python(
-        "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork(); print(1, flush=True)\n"
+        "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.fork() == 0: print(1, flush=True)\n"  # Its parent would meet a closed pipe.
         "while True: signal.pause()"
     )
     assert stop_child(started, 0.05) == "killed"
@@ -487,7 +496,7 @@ def test_wait_until_gone_names_who_still_lives():
         assert family.keys() >= {alive.pid, dead.pid}
         family = {pid: family[pid] for pid in (alive.pid, dead.pid)}
         dead.kill()
-        assert wait_until_gone({dead.pid: family[dead.pid]}, 10) == []  # A zombie is gone.
+        assert wait_until_gone({dead.pid: family[dead.pid]}, 90) == []  # A zombie is gone.
         assert wait_until_gone(family, 0.3) == [alive.pid]
         assert wait_until_gone({alive.pid: family[alive.pid] - 1}, 0.3) == []  # Its pid was somebody else's then.
         alive.kill()

@@ -40,11 +40,11 @@ def test_in_a_thread_only_what_that_thread_prints_goes_to_the_file(tmp_path, cap
         with prints_to(tmp_path / "trainer.log"):
             print("from the library")
             inside.set()
-            assert done.wait(10)
+            assert done.wait(60)
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     print("from the user")
     done.set()
     thread.join()

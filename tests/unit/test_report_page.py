@@ -21,6 +21,9 @@ LINES = """
 """
 
 
+PATIENCE_MS = 120_000
+
+
 @pytest.fixture(scope="module")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -29,7 +32,9 @@ def browser():
         pytest.skip(f"there is no browser: {', '.join(BROWSERS)}")
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(
-            executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+            executable_path=program,
+            args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"],
+            timeout=PATIENCE_MS,
         )
         yield started
         started.close()
@@ -51,6 +56,7 @@ def show(browser, tmp_path):
         file = tmp_path / "page.html"
         file.write_bytes(page([read_run(folder) for folder in folders]))
         context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce", **options)
+        context.set_default_timeout(PATIENCE_MS)
         contexts.append(context)
         context.route("**/*", guard)
         shown = context.new_page()
