@@ -81,7 +81,7 @@ def test_it_is_refused_before_anything_starts(lab, tmp_path, what):
         "questions": tmp_path / "questions.jsonl",
         "empty": tmp_path / "empty.jsonl",
     }
-    run = lab.fake(*(override.format(**places) for override in overrides)).finish(60)
+    run = lab.fake(*(override.format(**places) for override in overrides)).finish()
     assert run.code == 2, run.report()
     assert problem in run.stderr
     assert remedy in run.stderr
@@ -93,7 +93,7 @@ def test_it_is_refused_before_anything_starts(lab, tmp_path, what):
 
 
 def test_a_missing_environment_is_refused_with_the_command_that_makes_it(lab, tmp_path):
-    run = lab.fake(TANDEM_VENVS=str(tmp_path)).finish(60)
+    run = lab.fake(TANDEM_VENVS=str(tmp_path)).finish()
     assert run.code == 2
     assert f"{tmp_path}/server-vllm has no tandem-server" in run.stderr
     assert "bash scripts/setup_envs.sh --only server-vllm" in run.stderr
@@ -108,7 +108,7 @@ def one_step(lab):
 
 def test_a_folder_that_holds_a_run_is_left_as_it_is(lab, one_step):
     before = (one_step.output_dir / "run" / "metrics.jsonl").read_bytes()
-    run = lab.fake(output_dir=one_step.output_dir).finish(60)
+    run = lab.fake(output_dir=one_step.output_dir).finish()
     assert run.code == 2
     assert "already holds a run" in run.stderr
     assert "--resume run" in run.stderr
@@ -120,7 +120,7 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(lab, one_step, tmp_path):
     (tmp_path / "run").mkdir()
     config = (one_step.output_dir / "run" / "config.toml").read_text()
     (tmp_path / "run" / "config.toml").write_text(config)
-    run = lab.start(*TRAIN, "--resume", "run", "--set", f"output_dir={tmp_path}", output_dir=tmp_path).finish(60)
+    run = lab.start(*TRAIN, "--resume", "run", "--set", f"output_dir={tmp_path}", output_dir=tmp_path).finish()
     assert run.code == 2
     assert f"There is no whole checkpoint in {tmp_path}/run/checkpoints" in run.stderr
     assert "grpo.save_steps" in run.stderr
@@ -128,7 +128,7 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(lab, one_step, tmp_path):
 
 
 def test_a_run_that_does_not_exist_cannot_be_resumed(lab, one_step):
-    run = lab.start(*TRAIN, "--resume", "nun", "--set", f"output_dir={one_step.output_dir}").finish(60)
+    run = lab.start(*TRAIN, "--resume", "nun", "--set", f"output_dir={one_step.output_dir}").finish()
     assert run.code == 2
     assert "there is no run 'nun'" in run.stderr
     assert "there are: run" in run.stderr

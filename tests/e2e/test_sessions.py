@@ -16,9 +16,13 @@ session = Session.open("job.toml", *{overrides!r}, run="run")
 """
 SLOW = """
 import time
+from pathlib import Path
 
 def reward(completions, **_):
     time.sleep(0.7)
+    while Path("hold").exists():
+        Path("held").touch()
+        time.sleep(0.05)
     return [float(len(completion)) for completion in completions]
 """
 
@@ -85,28 +89,37 @@ def test_an_interrupted_cell_ends_the_step_and_keeps_the_server(registered, fold
 
 def test_a_training_that_was_broken_off_goes_on_from_its_checkpoint_in_the_same_session(registered, folder):
     with kernel(registered, folder) as it:
-        it.good(OPEN.format(overrides=["grpo.max_steps=7", "grpo.save_steps=3"]))
+        it.good(OPEN.format(overrides=["grpo.max_steps=60", "grpo.save_steps=3"]))
         interrupts = []
 
         def interrupt(cell) -> None:
-            if len(interrupts) < 2 and 5 in steps(folder):
-                interrupts.append(True)
-                it.manager.interrupt_kernel()
-                time.sleep(0.2)
+            """Twice in one step, which waits."""
+            if interrupts or 5 not in steps(folder):
+                return
+            (folder / "hold").touch()
+            deadline = time.monotonic() + 240
+            while not (folder / "held").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            for _ in range(2):
+                interrupts.append(it.manager.interrupt_kernel())
+                time.sleep(3)  # Two signals at once would be one.
 
         assert "KeyboardInterrupt" in it.run("session.train()", seen=interrupt).error
+        (folder / "hold").unlink()
         newest = int(it.good("session.generate('What', max_tokens=2)[0].version").shown)
         assert newest >= 5
         assert "is to have 2 in all" in it.run("session.train(2)").error
-        assert it.good("print(session.train().steps)").shown == "7\n"
-        assert steps(folder) == list(range(1, 8))
+        more = newest + 2
+        assert it.good(f"print(session.train({more}).steps)").shown == f"{more}\n"
+        assert steps(folder) == list(range(1, more + 1))
         assert "There is no adapter version 99" in it.run("session.generate('What', version=99)").error
         it.good("session.close()")
 
 
 def test_a_killed_kernel_is_followed_by_one_that_looks_and_goes_on(registered, folder, capsys):
     with kernel(registered, folder) as it:
-        it.good(OPEN.format(overrides=["grpo.max_steps=8", "grpo.save_steps=2"]))
+        it.good(OPEN.format(overrides=["grpo.max_steps=60", "grpo.save_steps=2"]))
         it.begin("session.train()")
         until_step(folder, 5)
         it.kill()
@@ -123,11 +136,13 @@ print(time.perf_counter() - began)
         with capsys.disabled():
             print(f"\na new kernel has its first answer after {float(cell.shown.splitlines()[-1]):.2f} s")
         assert server_pid(folder) == pid
-        assert int(it.good("answer.version").shown) >= 5
+        version = int(it.good("answer.version").shown)
+        assert version >= 5
+        more = version + 2
         assert it.good("[step.step for step in session.history.steps][:5]").shown == "[1, 2, 3, 4, 5]"
         assert "<svg" in it.good("session.history").html
-        assert it.good("print(session.train().steps)").shown == "8\n"
-        assert steps(folder) == list(range(1, 9))
+        assert it.good(f"print(session.train({more}).steps)").shown == f"{more}\n"
+        assert steps(folder) == list(range(1, more + 1))
         assert server_pid(folder) == pid
         it.good("session.close()")
         assert pid not in processes()
@@ -137,7 +152,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_can_be_asked_and_says
     registered, folder
 ):
     with kernel(registered, folder) as it:
-        it.good(OPEN.format(overrides=["grpo.max_steps=8"]))
+        it.good(OPEN.format(overrides=["grpo.max_steps=60"]))
         it.begin("session.train()")
         until_step(folder, 1)
         it.kill()

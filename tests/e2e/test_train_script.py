@@ -38,7 +38,7 @@ def test_help_needs_nothing_but_the_systems_python(clone):
         env=outside_any_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ def test_a_mistake_is_found_before_anything_is_installed(clone):
         env=outside_any_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode != 0
