@@ -10,6 +10,7 @@ from server_env.config import from_dict
 from server_env.service import Service
 
 LEASE_S = 0.3
+NOBODY = f"no trainer came within {LEASE_S:g} s, as server.attach_within_s and keep_server_s say"
 
 
 @pytest.fixture
@@ -70,4 +71,4 @@ async def test_a_trainer_that_is_about_to_come_is_not_missed_by_a_server_that_st
 
 
 async def test_a_server_that_nobody_comes_to_ends(watched):
-    assert await ended(watched(attach_within_s=LEASE_S)) == f"no trainer came within {LEASE_S:g} s"
+    assert await ended(watched(attach_within_s=LEASE_S)) == NOBODY
