@@ -165,6 +165,25 @@ def lab(tmp_path, monkeypatch):
     lab.close()
 
 
+def test_a_server_that_nobody_has_asked_is_kept_no_longer_than_any_other(lab):
+    it = lab.serving(attach=0.3, keep=0.5)
+    it.start(str(lab.model), anew=True)
+    until((lab.run_dir / "connection.json").exists, "the server is ready")
+    lab.note()
+    it.keep()
+    assert lab.left() == []
+
+
+def test_a_server_that_is_not_ready_is_not_kept(lab):
+    it = lab.serving()
+    it.start(str(lab.model), anew=True)
+    it.keep()
+    lab.note()
+    it.close()
+    assert lab.left() == []
+    assert "it is ended" in lab.said[-1]
+
+
 def test_a_server_waits_for_its_trainer_however_long_that_loads(lab):
     it = lab.serving(attach=0.3, keep=0.0)
     it.start(str(lab.model), anew=True)

@@ -160,7 +160,7 @@ def test_a_section_of_the_server_half_is_listed_whole(run, server_half):
         f"server.{name}" if name != "engine_env" else "server.engine_env.A" for name in ServerConfig.__struct_fields__
     ]
     assert f"server.lease_s = 30  ({DEMO})" in lines
-    assert "server.stall_timeout_s comes from rollout.timeout_s, a third of it or 300" in lines
+    assert "server.stall_timeout_s comes from rollout.timeout_s, a third of it, at least server.load_timeout_s" in lines
     assert "server.load_timeout_s = 120.0  (default)" in lines
 
 

@@ -59,6 +59,22 @@ def test_a_model_is_its_folder_or_the_revision_that_was_fetched_last(hub, tmp_pa
     assert model_folder(NAME) == Path(NAME)
 
 
+@pytest.mark.parametrize(
+    ("stored", "loaded", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "auto", 1000),
+        ({"torch_dtype": "float32"}, "auto", 500),
+        ({"dtype": "float32"}, "float32", 1000),
+        ({"dtype": "float16"}, "float32", 2000),
+        ({}, "bfloat16", 1000),
+        ([], "auto", 1000),
+    ],
+)
+def test_a_model_is_as_large_as_it_is_loaded_whatever_it_is_stored_in(hub, stored, loaded, expected):
+    cached(hub, NAME, {"config.json": json.dumps(stored).encode(), "model.safetensors": b"w" * 1000})
+    assert weights_bytes(NAME, loaded) == expected
+
+
 @pytest.mark.parametrize("name", ["no such model", "a/b/c", "/no/such/folder", "x" * 300, "nul\0"])
 def test_what_is_no_model_has_no_folder(hub, name):
     assert model_folder(name) is None

@@ -8,7 +8,7 @@ from server_env.config import ServerConfig
 from trainer_env import config as configs
 from trainer_env.devices import Devices
 from trainer_env.placement import plan
-from trainer_env.serving.server_settings import STARTUP_TIMEOUT_S, ready_within_s, server_settings
+from trainer_env.serving.server_settings import LOAD_TIMEOUT_S, STARTUP_TIMEOUT_S, ready_within_s, server_settings
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 
@@ -25,8 +25,10 @@ def filled(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "seconds"),
     [
-        ([], 100.0),
-        (["rollout.timeout_s=60"], 20.0),
+        ([], 120.0),
+        (["rollout.timeout_s=600"], 200.0),
+        (["rollout.timeout_s=600", "server.load_timeout_s=250"], 250.0),
+        (["rollout.timeout_s=60"], 120.0),
         (["rollout.timeout_s=7200"], 300.0),
         (["rollout.timeout_s=60", "server.stall_timeout_s=50"], 50),
     ],
@@ -36,5 +38,6 @@ def test_a_request_whose_engine_hangs_has_time_left_when_that_is_replaced(overri
 
 
 def test_a_server_is_waited_for_longer_than_it_tries():
+    assert ServerConfig().load_timeout_s == LOAD_TIMEOUT_S
     assert ServerConfig().startup_timeout_s == STARTUP_TIMEOUT_S < ready_within_s(loaded()) / 3
     assert ready_within_s(loaded("server.startup_timeout_s=5000")) > 3 * 5000

@@ -49,6 +49,13 @@ async def test_a_trainer_that_falls_silent_is_noticed(watched):
     assert LEASE_S <= service.book.silent_s < 2 * LEASE_S
 
 
+async def test_a_server_that_is_not_to_be_kept_ends_and_does_not_doze_first(watched):
+    service = watched(lease_s=0.5)  # Its ticks come to exactly that.
+    service.sleeper = SimpleNamespace(possible=True, asleep=False)  # type: ignore[assignment]
+    service.book.attach("run", "elsewhere:1")
+    assert "'run' has been silent" in await ended(service)
+
+
 async def test_a_server_that_stood_still_hears_the_heartbeats_that_wait_before_it_judges(watched):
     service = watched()
     service.book.attach("run", "elsewhere:1")

@@ -88,9 +88,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Seconds for one start of the engine, with the download and compilation that it may need; then it has failed."""
     load_timeout_s: Positive = 120.0
     """Seconds for an engine to load one adapter; past it the publish fails."""
-    stall_timeout_s: Positive = 100.0
+    stall_timeout_s: Positive = 120.0
     """An engine that has work and makes no progress for so many seconds is restarted. A run of the trainer: a third of
-    rollout.timeout_s, at most 300.
+    rollout.timeout_s, at most 300, and at least load_timeout_s.
     """
     spool_dir: str = ""
     """Where adapter files lie while the engine reads them. Empty: /dev/shm if it has room, else the run directory.

@@ -270,7 +270,7 @@ class Service:
                 elif keep >= 0 and self._served_s - waiting_from_s > first:
                     self.end(f"no trainer came within {first:g} s, as server.attach_within_s and keep_server_s say")
             elif not self.book.alive:
-                if 0 <= keep < self.book.silent_s - self.book.lease_s:
+                if 0 <= keep <= self.book.silent_s - self.book.lease_s:
                     self.end(f"run {self.book.run_id!r} has been silent for {self.book.silent_s:.0f} s")
                 elif self.sleeper.possible and not self.sleeper.asleep:
                     await self._doze()

@@ -134,7 +134,7 @@ class Serving:
     def keep(self) -> None:
         """Let go of the server and leave it running, for `server.keep_server_s`. Raises ConfigError.
 
-        One that is gone is not started again for that.
+        One that is gone is not started again for that, and one that is not ready yet is not kept.
         """
         if not self._config.server.get("keep_server_s", 0):
             raise ConfigError(
@@ -143,6 +143,11 @@ class Serving:
             )
         with self._starting:
             self._ending = True
+        if self._client is None and not self._process.published:
+            self._say("the server was not ready yet: it is ended")
+            return
+        with contextlib.suppress(BridgeError):
+            self.connect()  # Its time begins with the end of a lease.
         client = self._client
         if client:
             client.give_up()

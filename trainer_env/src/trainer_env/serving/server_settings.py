@@ -10,6 +10,9 @@ from trainer_env.placement import Placement
 STARTUP_TIMEOUT_S = 900.0
 """The server half's own `startup_timeout_s`."""
 
+LOAD_TIMEOUT_S = 120.0
+"""The server half's own `load_timeout_s`."""
+
 LONGEST_STALL_S = 300.0
 """`server.stall_timeout_s` at most, unless it is set: it is a third of what a request for completions may take, so that
 one whose engine hangs has time left when that has been replaced."""
@@ -32,7 +35,7 @@ FILLED_FROM = {
     "server.context_length": "model.max_seq_length",
     "server.max_lora_rank": "lora.r",
     "server.max_staleness": "rollout.max_staleness and the placement",
-    "server.stall_timeout_s": "rollout.timeout_s, a third of it or 300",
+    "server.stall_timeout_s": "rollout.timeout_s, a third of it, at least server.load_timeout_s",
     "server.device": "the placement",
     "server.tensor_parallel": "the placement",
     "server.memory_share": "the placement",
@@ -57,7 +60,7 @@ def server_settings(config: TrainConfig, model: str, placement: Placement) -> di
         "context_length": config.model.max_seq_length,
         "max_lora_rank": config.lora.r,
         "max_staleness": config.max_staleness(placement.mode),
-        "stall_timeout_s": min(LONGEST_STALL_S, config.rollout.timeout_s / 3),
+        "stall_timeout_s": max(min(LONGEST_STALL_S, config.rollout.timeout_s / 3), _load_timeout_s(config)),
         **placement.server_settings(config.server),
     }
     return {
@@ -65,6 +68,12 @@ def server_settings(config: TrainConfig, model: str, placement: Placement) -> di
         "vllm": config.vllm,
         "sglang": config.sglang,
     }
+
+
+def _load_timeout_s(config: TrainConfig) -> float:
+    """A load has a limit of its own, which says more than that of a standstill: it must come first."""
+    wanted = config.server.get("load_timeout_s", LOAD_TIMEOUT_S)
+    return float(wanted) if isinstance(wanted, int | float) else LOAD_TIMEOUT_S
 
 
 def what_matters(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def place(config: TrainConfig, source: str) -> Placement:
 
 
 def _size(config: TrainConfig) -> ModelSize | None:
-    weights = weights_bytes(config.model.name)
+    weights = weights_bytes(config.model.name, config.model.dtype)
     return None if weights is None else ModelSize(weights, in_4bit=config.model.load_in_4bit)
 
 

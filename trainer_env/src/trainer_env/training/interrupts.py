@@ -52,18 +52,20 @@ class Interrupts:
         That is said by another thread: the handler may have come in the middle of a print, which nobody enters twice.
         """
         context = contextvars.copy_context()  # A notebook knows its cell by it.
-        speaker = threading.Thread(target=context.run, args=(self._speak,), name="tandem-interrupts", daemon=True)
-        speaker.start()
-        self._stoppable = True
+        words = self._words = SimpleQueue()
+        speaker = threading.Thread(target=context.run, args=(self._speak, words), name="tandem-interrupts", daemon=True)
         try:
+            speaker.start()
+            self._stoppable = True
             yield
         finally:
             self._stoppable = False
-            self._words.put(None)
-            speaker.join()
+            words.put(None)
+            if speaker.is_alive():
+                speaker.join()
 
-    def _speak(self) -> None:
-        while (text := self._words.get()) is not None:
+    def _speak(self, words: "SimpleQueue[str | None]") -> None:
+        while (text := words.get()) is not None:
             self._say(text)
 
     @contextmanager
