@@ -8,6 +8,7 @@ from typing import Self
 
 from bridge import guard
 from bridge.errors import Refused
+from bridge.process import living_of
 
 Clock = Callable[[], float]
 
@@ -28,8 +29,7 @@ class Starter:
     @property
     def lives(self) -> bool:
         """Whether it still runs."""
-        process = guard.living(self.pid)
-        return process is not None and process.started == self.started
+        return bool(living_of({self.pid: self.started}))
 
 
 @dataclass

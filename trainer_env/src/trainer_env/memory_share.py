@@ -75,19 +75,21 @@ def fits(share: float | None, device: Device, model: ModelSize | None) -> bool:
     return share * device.total_bytes >= model.weights + _ENGINE_BYTES
 
 
-def require_fit(mode: GpuMode, share: float | None, device: Device, model: ModelSize | None) -> None:
-    """Raise ConfigError when a model does not fit into what one GPU leaves the engine."""
+def require_fit(mode: GpuMode, share: float | None, device: Device, model: ModelSize | None, beside: int) -> None:
+    """Raise ConfigError when a model does not fit into what one GPU leaves the engine.
+
+    beside: bytes that the trainer keeps of it.
+    """
     if fits(share, device, model):
         return
     assert share is not None
     assert model is not None
     assert device.total_bytes is not None
-    trainers = trainer_bytes(mode, model) or 0
     smaller = "" if model.in_4bit else "model.load_in_4bit=true, which makes the trainer's copy smaller, "
     raise ConfigError(
         f"placement: {mode} leaves the engine {gib(int(share * device.total_bytes))} GiB of GPU {device.id}, and the "
         f"model's weights with the least of cache take {gib(model.weights + _ENGINE_BYTES)}.",
-        why=f"Of {gib(device.free_bytes or 0)} GiB that are free, the trainer keeps about {gib(trainers)} meanwhile.",
+        why=f"Of {gib(device.free_bytes or 0)} GiB that are free, the trainer keeps about {gib(beside)} meanwhile.",
         remedy=("Use --placement time-share, " if mode == "shared" else "Use ")
         + f"{smaller}a smaller model or a second GPU; or set server.memory_share by hand.",
     )

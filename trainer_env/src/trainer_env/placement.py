@@ -117,9 +117,10 @@ def plan(
     _require_a_rank_each(config, training)
     for device in {device.id: device for device in (*serving, *training)}.values():
         _require_room(device)
-    engines = share(mode, serving, model, trainer_bytes(mode, model, _given_bytes(config)) or 0)
+    beside = trainer_bytes(mode, model, _given_bytes(config)) or 0
+    engines = share(mode, serving, model, beside)
     if mode != "split" and "memory_share" not in (server or {}):
-        require_fit(mode, engines, serving[0], model)
+        require_fit(mode, engines, serving[0], model, beside)
     return Placement(
         mode=mode,
         server=serving,
