@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import psutil
@@ -74,15 +74,27 @@ class GpuUse:
 
 def device_names() -> list[str]:
     """The GPUs' names, none without a driver."""
+    with _devices() as (nvml, handles):
+        return [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
+
+
+def in_use() -> list[int]:
+    """Bytes of each GPU that anybody holds, none without a driver."""
+    with _devices() as (nvml, handles):
+        return [int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
+
+
+@contextlib.contextmanager
+def _devices() -> Iterator[tuple[Any, list[Any]]]:
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
+        yield pynvml, []
+        return
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        yield pynvml, [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
 

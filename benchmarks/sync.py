@@ -16,6 +16,8 @@ rank. Each publish is of other weights. All in milliseconds:
 
 The floor, in turns with it: the same number of bytes in one copy from the device, a file of the same size written to
 tmpfs, loaded over the engine's own HTTP route, and one token asked for over it, all of the same engine.
+
+gpu_bytes in the file is what each GPU holds before and after the publishes that count.
 """
 
 import argparse
@@ -34,6 +36,7 @@ import direct
 import policy
 from bridge import protocol as p
 from bridge.digest import digest
+from gpu_use import in_use
 from rig import DEADLINE_S, Report, Rig, numbers, parser, rig, say, summary
 from trainer_env.proof.probe import ROW_TOKENS, ROWS
 from trainer_env.publishing.packing import Packed, Packer
@@ -175,7 +178,10 @@ def _copy(model: Any) -> float:
 def measure(sync: Sync, rank: int, model: Any, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     """One rank: Tandem and the floor in turns. dtype: of the tensors that are sent."""
     ours, floors, packer = [], [], Packer(model, dtype=dtype)
+    before: list[int] = []
     for turn in range(options.warm_up + options.publishes):
+        if turn == options.warm_up:
+            before = in_use()
         timed = sync.publish(model, packer), sync.floor(model, packer)
         if turn >= options.warm_up:
             ours.append(timed[0])
@@ -191,6 +197,7 @@ def measure(sync: Sync, rank: int, model: Any, dtype: str, options: argparse.Nam
         "factor": round(ms["total"]["median"] / floor_ms["total"]["median"], 3),
         "ms": ms,
         "floor_ms": floor_ms,
+        "gpu_bytes": {"before": before, "after": in_use()},
     }
 
 

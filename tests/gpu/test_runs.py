@@ -13,22 +13,21 @@ from server_env.gpus.gpu_memory import used_bytes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GIB = 2**30
+BRIEF = {"server.cuda_graphs": "false", "evaluation.before": "false", "evaluation.after": "false"}
 MODEL = os.environ.get("TANDEM_TEST_MODEL", "builtin:smollm2-135m-instruct")
 
 
 @pytest.fixture(params=["vllm", "sglang"])
 def train(request, tmp_path, engine_settings):
-    """tandem-train on the demo's config for a few steps; its metrics, summary and output."""
+    """tandem-train on the default job; its metrics, summary and output. brief: without what makes a start long."""
     environment_python("trainer")
     environment_python(f"server-{request.param}")
 
-    def train(*words: str) -> tuple[list[dict], dict, str]:
+    def train(*words: str, brief: bool = True) -> tuple[list[dict], dict, str]:
         settings = {
             "output_dir": str(tmp_path),
             "model.name": MODEL,
-            "server.cuda_graphs": "false",
-            "evaluation.before": "false",
-            "evaluation.after": "false",
+            **(BRIEF if brief else {}),
             **{
                 f"{request.param}.{key}": json.dumps(value)
                 for key, value in engine_settings.get(request.param, {}).items()
@@ -47,11 +46,12 @@ def train(request, tmp_path, engine_settings):
 
 
 @pytest.mark.gpu
-def test_in_turns_the_server_sleeps_while_the_trainer_trains(train):
+def test_the_default_job_learns_in_turns_with_a_server_that_sleeps_while_the_trainer_trains(train):
     before = used_bytes()
-    metrics, summary, _ = train("--placement", "time-share", "--steps", "6")
+    metrics, summary, _ = train("--placement", "time-share", brief=False)
     assert summary["placement"] == "time-share"
-    assert [step["version"] for step in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [step["version"] for step in metrics] == list(range(1, 37))
+    assert summary["reward_last4"] > summary["reward_first4"] + 0.3
     for step in metrics:
         assert step["freed_bytes"] > 10 * GIB
         assert step["sleep_s"] > 0
