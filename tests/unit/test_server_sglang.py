@@ -167,3 +167,34 @@ async def test_what_would_end_the_scheduler_or_bring_an_adapter_back_is_never_as
     async with asyncio.timeout(60):
         await engine.wake()  # Nothing was given back, so nothing is taken: SGLang would die of it.
         await engine.wake_weights()
+
+
+@pytest.mark.parametrize(
+    ("where", "prompt_and_n", "ahead"),
+    [
+        (("cpu", (64, 128, 2)), (64, 2), True),
+        (("cpu", (64, 128, 2)), (63, 8), False),
+        (("cpu", (64, 128, 2)), (500, 1), False),
+        (("cuda", (576, 1536, 30)), (96, 8), False),  # SmolLM2-135M
+        (("cuda", (576, 1536, 30)), (1000, 8), True),
+        (("cuda", (1536, 8960, 28)), (96, 8), True),  # Qwen2-1.5B
+        (("cuda", (0, 0, 0)), (96, 8), True),  # Of a model that is not known.
+    ],
+)
+async def test_a_groups_prompt_is_read_ahead_of_its_samples_where_that_saves_more_than_it_costs(
+    tmp_path, monkeypatch, where, prompt_and_n, ahead
+):
+    (device, sizes), (prompt_tokens, n), folder = where, prompt_and_n, tiny_model(tmp_path / "model")
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers")
+    config = json.loads((folder / "config.json").read_text()) | dict(zip(names, sizes, strict=True)) | {"head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    engine, asked = SGLang(server(model=str(folder)), SGLangConfig(), device, None), []
+
+    async def post(_, body, *__):
+        asked.append((len(body.rid), body.sampling_params[0].max_new_tokens))
+        raise EngineGone
+
+    monkeypatch.setattr("server_env.engines.engine_http.EngineHttp.post", lambda _, *words: post(*words))
+    with pytest.raises(EngineGone):
+        await engine.generate("", [5] * prompt_tokens, n, Sampling(max_tokens=7))
+    assert asked == ([(1, 0)] if ahead else [(n, 7)])

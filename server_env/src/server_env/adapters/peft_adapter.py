@@ -54,6 +54,11 @@ class BaseModel:
     kv_values: int = 0
     max_context: int = 0
 
+    @property
+    def flops(self) -> int:
+        """Of reading one token of a prompt, about; 0 for a model whose shapes are not known."""
+        return 2 * self.layers * sum(rows * columns for rows, columns in (self.projections or {}).values())
+
     @classmethod
     def read(cls, model: str) -> "BaseModel":
         """From a folder, or of a model on the hub from its cache; of a model that is not there nothing is known."""
