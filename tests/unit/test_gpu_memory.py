@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server_env.gpus import gpu_memory
-from server_env.gpus.gpu_memory import used_bytes
+from server_env.gpus.gpu_memory import of_each, used_bytes
 from server_env.gpus.sleeping import Sleeper
 
 
@@ -47,7 +47,7 @@ class Driver:
     def nvmlDeviceGetMemoryInfo(self, index):  # noqa: N802
         if self.later and index == 0:
             self.used[0] = self.later.pop(0)
-        return SimpleNamespace(used=self.used[index])
+        return SimpleNamespace(used=self.used[index], free=1000 - self.used[index], total=1000)
 
 
 @pytest.fixture
@@ -89,6 +89,22 @@ def test_it_is_the_sum_over_the_gpus_that_this_process_may_see(driver, monkeypat
 def test_without_a_driver_it_is_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert used_bytes() == 0
+    assert of_each({}) == ()
+
+
+def test_what_is_free_is_read_of_the_gpus_that_another_process_will_see_in_its_order(driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    driver(1, 2, 4)
+    assert of_each({"CUDA_VISIBLE_DEVICES": "2,1"}) == ((996, 1000), (998, 1000))
+    assert [gpu.free for gpu in of_each({})] == [999, 998, 996]
+
+
+def test_a_gpu_whose_memory_the_driver_does_not_tell_is_not_known(driver, monkeypatch):
+    def refuse(_):
+        raise NVMLError
+
+    monkeypatch.setattr(driver(1), "nvmlDeviceGetMemoryInfo", refuse)
+    assert of_each({}) == ()
 
 
 @pytest.mark.parametrize(

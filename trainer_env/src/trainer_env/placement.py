@@ -93,8 +93,9 @@ def plan(
     """Explicit devices win, then CUDA_VISIBLE_DEVICES, then what is there. Raises ConfigError.
 
     overlap: the halves work at the same time; on a CPU they then share the cores instead of taking turns. server: the
-    user's `[server]`, which may say how many GPUs that half needs, and how much of their memory. model: its size, where
-    that is known: one GPU is shared without turns when both halves fit, and a model that cannot fit is refused.
+    user's `[server]`, which may say its engine, how many GPUs that half needs, and how much of their memory. model: its
+    size, where that is known: one GPU is shared without turns when both halves fit, and a model that cannot fit is
+    refused.
     """
     server_ids, trainer_ids = ([str(item) for item in ids] for ids in (config.server_gpus, config.trainer_gpus))
     given = bool(server_ids or trainer_ids)
@@ -106,21 +107,22 @@ def plan(
                 remedy="Leave out --server-gpus and --trainer-gpus, or --placement cpu and --accelerator cpu.",
             )
         return _on_cpu(config, devices.cores, overlap=overlap)
+    backend = str((server or {}).get("backend", "vllm"))
     serving, training = _named(server_ids, devices, "server"), _named(trainer_ids, devices, "trainer")
     if mode == "split":
         serving, training = _two_sets(serving, training, devices, _gpus_wanted(server or {}))
     else:
         device = _one_gpu(serving, training, devices, mode)
         serving, training = (device,), (device,)
-        if config.mode == "auto" and _fit_at_once(config, device, model):
+        if config.mode == "auto" and _fit_at_once(config, device, model, backend):
             mode = "shared"
     _require_a_rank_each(config, training)
     for device in {device.id: device for device in (*serving, *training)}.values():
         _require_room(device)
     beside = trainer_bytes(mode, model, _given_bytes(config)) or 0
-    engines = share(mode, serving, model, beside)
+    engines = share(mode, serving, model, beside, backend)
     if mode != "split" and "memory_share" not in (server or {}):
-        require_fit(mode, engines, serving[0], model, beside)
+        require_fit(mode, engines, serving[0], model, beside, backend)
     return Placement(
         mode=mode,
         server=serving,
@@ -206,13 +208,13 @@ def _given_bytes(config: PlacementConfig) -> int:
     return int(config.trainer_gib * 2**30)
 
 
-def _fit_at_once(config: PlacementConfig, device: Device, model: ModelSize | None) -> bool:
+def _fit_at_once(config: PlacementConfig, device: Device, model: ModelSize | None, backend: str) -> bool:
     """Whether both halves are known to fit on one GPU, each keeping its memory."""
     beside = trainer_bytes("shared", model, _given_bytes(config))
     if beside is None:
         return False
-    engines = share("shared", [device], model, beside) or 0
-    return engines >= LEAST_SHARED and fits(engines, device, model)
+    engines = share("shared", [device], model, beside, backend) or 0
+    return engines >= LEAST_SHARED and fits(engines, device, model, backend)
 
 
 def _one_gpu(server: tuple[Device, ...], trainer: tuple[Device, ...], devices: Devices, mode: Mode) -> Device:

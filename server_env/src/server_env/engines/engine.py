@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import aiohttp
 
@@ -14,11 +14,19 @@ class EngineGone(Exception):
     """The engine did not answer because it died, or is about to: the same question can be asked of the next one."""
 
 
+class GpuMemory(NamedTuple):
+    """Of one GPU, in bytes. free: by everybody's processes."""
+
+    free: int
+    total: int
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where one life of the engine listens, and the folder for its short-lived files. Paths fit a Unix socket.
 
-    port, key, admin_key: for an engine that can only listen on TCP, where the keys keep everybody else out.
+    port, key, admin_key: for an engine that can only listen on TCP, where the keys keep everybody else out. gpus: those
+    that it may see, as that life begins; none where the driver says nothing of them.
     """
 
     socket: Path
@@ -26,6 +34,7 @@ class Endpoint:
     port: int = 0
     key: str = ""
     admin_key: str = ""
+    gpus: tuple[GpuMemory, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Engine(Protocol):
     """Which part of an engine on several nodes this is; 0 is the one that answers."""
 
     def command(self, endpoint: Endpoint) -> list[str]:
-        """What to run."""
+        """What to run. Raises EngineFailed when the GPUs have no room for it."""
         ...
 
     def environment(self, cache: Path, endpoint: Endpoint) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ import msgspec
 
 from bridge.errors import ConfigError
 from server_env.adapters.peft_adapter import BaseModel
-from server_env.engines import flags
+from server_env.engines import flags, sglang_memory
 from server_env.engines.engine_http import KEEP_ALIVE_S
 from server_env.engines.options import EngineOptions
 
@@ -21,9 +21,6 @@ RESERVED = ("--config", "--host", "--port", "--api-key", "--admin-api-key", "--d
 
 SPARE_CONTEXT = 6
 """SGLang refuses a prompt that comes so near to the end of its context, and stops some tokens before it."""
-
-ON_TOP = 0.1
-"""Share of a GPU for activations and CUDA graphs, beside SGLang's weights and cache."""
 
 CPU_STAND_INS = Path(__file__).with_name("sglang_cpu")
 """On PYTHONPATH of a CPU run only: see sitecustomize.py there."""
@@ -55,7 +52,9 @@ class SGLangConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     context_length: int | None = None
     """Tokens of prompt and completion together. Left out: server.context_length, and 6 that SGLang keeps free."""
     mem_fraction_static: float | None = None
-    """Part of each GPU's memory for weights and KV cache, from 0 to 1. Left out: server.memory_share."""
+    """For weights and KV cache, part of what is free of each GPU's memory as SGLang starts, from 0 to 1. Left out: what
+    comes to server.memory_share then.
+    """
     max_running_requests: int | None = None
     """Sequences decoded at once. Left out: server.max_sequences."""
     max_total_tokens: int | None = None
@@ -219,7 +218,8 @@ def resolve(server: "ServerConfig", native: SGLangConfig, device: str) -> SGLang
         "max_loaded_loras": server.held,
     }
     if device == "cuda":
-        intents["mem_fraction_static"] = _static(server.memory_share)
+        share = server.memory_share
+        intents["mem_fraction_static"] = None if share is None else sglang_memory.unmeasured(share)
     else:
         intents |= {
             "attention_backend": "torch_native",
@@ -231,11 +231,6 @@ def resolve(server: "ServerConfig", native: SGLangConfig, device: str) -> SGLang
     resolved = flags.merged(intents, native)
     _check(resolved, server, device)
     return resolved
-
-
-def _static(share: float | None) -> float | None:
-    """SGLang's own share leaves out activations and CUDA graphs, which come on top: a tenth of the GPU is for those."""
-    return None if share is None else max(0.01, round(share - ON_TOP, 3))
 
 
 def _context(wanted: int | None, base: BaseModel) -> int | None:

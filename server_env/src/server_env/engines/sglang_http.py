@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from bridge.errors import EngineFailed, Refused
 from bridge.protocol import Completion, Sampling
 from server_env.adapters.peft_adapter import BaseModel
 from server_env.config import ServerConfig
-from server_env.engines import flags, sglang
+from server_env.engines import flags, sglang, sglang_memory
 from server_env.engines import sglang_wire as wire
-from server_env.engines.engine import Endpoint, EngineFacts, EngineGone
+from server_env.engines.engine import Endpoint, EngineFacts, EngineGone, GpuMemory
 from server_env.engines.engine_http import KEEP_ALIVE_S, EngineHttp
 from server_env.engines.options import EngineOptions
 from server_env.engines.sglang_lora import complete
@@ -64,7 +65,9 @@ class SGLang:
         self._device = device
         self._base = BaseModel.read(self.model)
         self._program = sglang.command(server.engine_command)
-        self._arguments = sglang.arguments(self.options, installed)
+        self._installed = installed
+        self._share = server.memory_share if device == "cuda" and native.mem_fraction_static is None else None
+        self._arguments()  # Says now what this version does not have.
         self._http = EngineHttp("SGLang", "/health")
         self._admin: dict[str, str] = {}
         self._adapters: set[str] = set()
@@ -75,7 +78,7 @@ class SGLang:
     def command(self, endpoint: Endpoint) -> list[str]:
         """What to run."""
         where = ["--host", HOST, "--port", str(endpoint.port), "--config", str(_keys_file(endpoint))]
-        return [*self._program, *where, "--device", self._device, *self._arguments]
+        return [*self._program, *where, "--device", self._device, *self._arguments(endpoint.gpus)]
 
     def environment(self, cache: Path, endpoint: Endpoint) -> Mapping[str, str]:
         """Variables for it."""
@@ -197,6 +200,16 @@ class SGLang:
             return await self._http.counters(TOKEN_COUNTERS)
         await self._http.get("/health")
         return time.monotonic()
+
+    def _arguments(self, visible: Sequence[GpuMemory] = ()) -> list[str]:
+        """Its options. visible: the GPUs that it may see. Its share is worked out from those that are its own."""
+        options, first = self.options, self.options.base_gpu_id or 0
+        count = self.gpus // (options.nnodes or 1)
+        own = visible[first : first + count]
+        if self._share is not None and len(own) == count:
+            fraction = sglang_memory.measured(self._share, own)
+            options = msgspec.structs.replace(options, mem_fraction_static=fraction)
+        return sglang.arguments(options, self._installed)
 
     def _known(self, adapter: str) -> None:
         """SGLang would load an adapter that it has unloaded again, from files that may be gone, and say nothing."""

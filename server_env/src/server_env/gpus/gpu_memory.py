@@ -1,10 +1,12 @@
-"""How much GPU memory is in use, as the driver sees it."""
+"""How much GPU memory is in use and how much is free, as the driver sees it."""
 
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from server_env.engines.engine import GpuMemory
 
 POLL_S = 0.01
 SETTLE_S = 5.0
@@ -12,15 +14,22 @@ SETTLE_S = 5.0
 
 def used_bytes() -> int:
     """Bytes in use on the GPUs that this process may see, by anybody; 0 on a machine without a driver."""
-    try:
-        import pynvml
-    except ImportError:  # In the environments for CPUs.
+    pynvml = _driver()
+    if pynvml is None:
         return 0
+    return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in _visible(pynvml, os.environ))
+
+
+def of_each(environment: Mapping[str, str]) -> tuple[GpuMemory, ...]:
+    """The memory of each GPU that a process with these variables may see, in its order; none where nobody knows it."""
+    pynvml = _driver()
+    if pynvml is None:
+        return ()
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return 0
-    return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in _visible(pynvml))
+        found = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in _visible(pynvml, environment)]
+    except pynvml.NVMLError:  # Of a GPU without memory of its own.
+        return ()
+    return tuple(GpuMemory(int(memory.free), int(memory.total)) for memory in found)
 
 
 async def used_bytes_below(before: int) -> int:
@@ -41,9 +50,22 @@ async def used_bytes_below(before: int) -> int:
     return last
 
 
-def _visible(pynvml: Any) -> Iterator[Any]:
+def _driver() -> Any:
+    """NVML; None on a machine without a driver."""
+    try:
+        import pynvml
+    except ImportError:  # In the environments for CPUs.
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _visible(pynvml: Any, environment: Mapping[str, str]) -> Iterator[Any]:
     """Handles of the GPUs, or slices of them, that CUDA_VISIBLE_DEVICES names; all where it is not set."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
     names = [str(index) for index in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
     for name in names:
         if not name:

@@ -11,12 +11,14 @@ import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from bridge.endpoint import private_dir, write_private
-from bridge.errors import EngineFailed, Refused
+from bridge.errors import BridgeError, EngineFailed, Refused
 from bridge.process import GuardedProcess, Rung, log_tail
 from server_env.engines.engine import Endpoint, Engine, EngineFacts, EngineGone
+from server_env.gpus import gpu_memory
 from server_env.supervision.environment import cleaned
 
 log = logging.getLogger(__name__)
@@ -96,10 +98,11 @@ class EngineProcess:
         """A new life's process, which may read the files made for it in here only."""
         self.lives += 1
         endpoint = self._endpoint()
-        command = self.engine.command(endpoint)
-        private = self.engine.private_files(endpoint)
-        self._mark_log(command)
         environment = {**cleaned(self._environment, self._device), **self.engine.environment(self._cache, endpoint)}
+        if self._device == "cuda":
+            endpoint = replace(endpoint, gpus=gpu_memory.of_each(environment))
+        command = self._command(endpoint)
+        private = self.engine.private_files(endpoint)
         log.info("starting %s (life %d): %s", self.name, self.lives, shlex.join(command))
         for path, content in private.items():
             write_private(path, content.encode())
@@ -110,6 +113,16 @@ class EngineProcess:
             for path in private:
                 path.unlink(missing_ok=True)
             self._erase_secrets()
+
+    def _command(self, endpoint: Endpoint) -> list[str]:
+        """What to run; the life's first line of the log, as is why there is nothing to run."""
+        try:
+            command = self.engine.command(endpoint)
+        except BridgeError as refusal:
+            self._mark_log(f"{refusal.what} {refusal.why}")
+            raise
+        self._mark_log(shlex.join(command))
+        return command
 
     def _endpoint(self) -> Endpoint:
         """A new one each life. A port that is free now may be taken when the engine gets to it: see `start`."""
@@ -185,9 +198,9 @@ class EngineProcess:
             remedy=remedy or "Look for the first error in that log; `scripts/doctor.py` checks the machine.",
         )
 
-    def _mark_log(self, command: list[str]) -> None:
+    def _mark_log(self, line: str) -> None:
         with self.log_path.open("ab") as file:
-            file.write(f"--- life {self.lives}: {shlex.join(command)}\n".encode())
+            file.write(f"--- life {self.lives}: {line}\n".encode())
             self._log_start = file.seek(0, os.SEEK_END)
 
     def _erase_secrets(self) -> None:

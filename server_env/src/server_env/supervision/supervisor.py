@@ -218,7 +218,7 @@ class Supervisor:
             except EngineGone:
                 error = self._process.failure("The engine died while its adapters were loaded.")
             except BridgeError as failed:
-                error = self._process.failure(f"The engine did not start again: {failed.what}")
+                error = self._process.failure(f"The engine did not start again: {failed.what}", failed.remedy)
             else:
                 return True
             log.warning("%s, life %d: %s %s", self._process.name, self.life, error.what, error.why)
