@@ -1,7 +1,10 @@
 """Adapters of some projections become adapters of whole stacks, and stay the same function."""
 
+import contextlib
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -9,6 +12,7 @@ import lora_files
 from bridge.errors import Refused
 from served import tiny_model
 from server_env.adapters.peft_adapter import BaseModel, check, read_header
+from server_env.engines import sglang_lora
 from server_env.engines.sglang_lora import complete
 
 STACKED = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
@@ -73,6 +77,25 @@ def test_twice_is_as_good_as_once(model, tmp_path):
     once = values(folder)
     complete(folder, BaseModel.read(str(model)))
     assert values(folder) == once
+
+
+def test_engines_that_complete_one_folder_at_once_do_it_once(model, tmp_path, monkeypatch):
+    engines, added, both_add = 2, [], threading.Barrier(2)
+    with_zeros = sglang_lora._with_zeros
+
+    def add(*parts):
+        added.append(parts)
+        with contextlib.suppress(threading.BrokenBarrierError):  # Alone, as it should be.
+            both_add.wait(0.5)
+        return with_zeros(*parts)
+
+    monkeypatch.setattr(sglang_lora, "_with_zeros", add)
+    folder = lora_files.make(model, 1, targets=("q_proj", "v_proj")).write(tmp_path / "adapter")
+    with ThreadPoolExecutor(engines) as pool:
+        for done in [pool.submit(complete, folder, BaseModel.read(str(model))) for _ in range(engines)]:
+            done.result()
+    assert len(added) == 1
+    assert projections(values(folder)) == {"q_proj", "k_proj", "v_proj"}
 
 
 def test_a_pattern_of_targets_is_kept(model, tmp_path):

@@ -7,6 +7,7 @@ missing of a stack is added as matrices of zeros, which leave the model as it wa
 import json
 import math
 import mmap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,19 @@ from server_env.adapters.peft_adapter import BaseModel, Tensor, read_header
 from server_env.adapters.spool import CONFIG, WEIGHTS
 
 STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_one_at_a_time = threading.Lock()
+"""Every engine of a server completes a folder before it loads it: the first does it, the others find it whole."""
+
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def complete(folder: Path, base: BaseModel) -> None:
     """Add to a PEFT folder what its stacks lack. Raises Refused when the base model's shapes are not known. Blocks."""
+    with _one_at_a_time:
+        _complete(folder, base)
+
+
+def _complete(folder: Path, base: BaseModel) -> None:
     path = folder / WEIGHTS
     if not path.is_file() or not path.stat().st_size:  # An empty file cannot be mapped.
         raise Refused(f"There is no adapter in {folder}.")
