@@ -145,20 +145,22 @@ def test_two_servers_of_one_kind_get_two_folders_and_the_first_one_is_used_again
         cache.release()
 
 
-def test_another_seed_uses_the_same_compiled_kernels(tmp_path, monkeypatch):
+def test_another_seed_or_share_of_memory_uses_the_same_compiled_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     paths = []
     for words in (
         ["x", "--seed", "1", "y"],
         ["x", "--seed", "2", "y"],
         ["x", "--random-seed", "3", "y"],
+        ["x", "--gpu-memory-utilization", "0.41", "y"],
+        ["x", "--mem-fraction-static", "0.3", "y"],
         ["x", "2", "y"],
     ):
         cache = EngineCache.acquire("vllm", "1", words)
         paths.append(cache.path)
         cache.release()
-    assert len(set(paths[:3])) == 1
-    assert paths[3] != paths[0]
+    assert len(set(paths[:-1])) == 1
+    assert paths[-1] != paths[0]
 
 
 def test_scratch_is_private_short_and_gone_afterwards(tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Self
 
 MAX_SERVERS = 64
-SEED_FLAGS = frozenset({"--seed", "--random-seed"})
+NOT_COMPILED = frozenset({"--seed", "--random-seed", "--gpu-memory-utilization", "--mem-fraction-static"})
+"""Flags, each with a value, that compile nothing anew. The share of memory follows what happens to be free."""
 
 
 class EngineCache:
@@ -20,11 +21,8 @@ class EngineCache:
 
     @classmethod
     def acquire(cls, engine: str, version: str, words: Sequence[str]) -> Self:
-        """The first free folder for this engine. words: its command line, without what changes from start to start.
-
-        Another seed compiles nothing anew: it may differ, too.
-        """
-        digest = hashlib.sha256("\0".join(_without_seed(words)).encode()).hexdigest()[:16]
+        """The first free folder for this engine. words: its command line, without what changes from start to start."""
+        digest = hashlib.sha256("\0".join(_compiled_for(words)).encode()).hexdigest()[:16]
         parent = root() / "engines" / f"{engine}-{version or 'unknown'}"
         for index in range(MAX_SERVERS):
             path = parent / f"{digest}-{index}"
@@ -43,9 +41,9 @@ class EngineCache:
         os.close(self._lock)
 
 
-def _without_seed(words: Sequence[str]) -> list[str]:
-    """The command line but for the seed's flag and value."""
-    return [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & SEED_FLAGS]
+def _compiled_for(words: Sequence[str]) -> list[str]:
+    """The command line but for what compiles nothing anew."""
+    return [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & NOT_COMPILED]
 
 
 def root() -> Path:
