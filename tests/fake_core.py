@@ -8,10 +8,10 @@ TANDEM_FAKE_JOURNAL names a file that gets a JSON line for each thing that happe
 Faults: dies-at-start, never-listens, port-clash, slow-start:SECONDS, starts-when:FILE (exists), no-route:ROUTE,
 old-logprobs, ignores-sigterm, has-child, flat (every token is as likely as any other); on generation: dies, hangs,
 freezes (the whole process), answers-500, drops-connection, shifts-logprobs, other-model (vLLM), holds:FILE (answers
-when FILE exists); on loading: load-500, load-400, load-hangs, load-holds:FILE, load-dies, unlisted, ignores-adapter,
-drops-module:NAME; on unloading: unload-hangs; always: other-base (another base model), stale-cache (what was sampled
-over a prompt is sampled over it again, under whatever adapter). An argument FILE of other-base or ignores-adapter makes
-the fault begin when FILE exists.
+when FILE exists), abort-holds:FILE (SGLang: what is cancelled ends when FILE exists); on loading: load-500, load-400,
+load-hangs, load-holds:FILE, load-dies, unlisted, ignores-adapter, drops-module:NAME; on unloading: unload-hangs;
+always: other-base (another base model), stale-cache (what was sampled over a prompt is sampled over it again, under
+whatever adapter). An argument FILE of other-base or ignores-adapter makes the fault begin when FILE exists.
 """
 
 import asyncio

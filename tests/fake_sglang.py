@@ -10,10 +10,10 @@ from pathlib import Path
 
 from aiohttp import web
 
-from fake_core import VOCAB, Ask, Fake, Unloadable, family, faults, run
+from fake_core import VOCAB, Ask, Fake, Unloadable, exists, family, faults, run
 
 OPEN = ("/health", "/metrics", "/ready")
-ADMIN = ("load", "unload", "abort", "release", "resume")
+ADMIN = ("load", "unload", "abort", "flush", "release", "resume")
 
 
 @dataclass
@@ -65,6 +65,8 @@ async def answer(request: web.Request, fake: FakeSGLang, adapter: str, ask: dict
     trouble = asyncio.create_task(fake.misbehave(request) if prompts[0][0] != 1 else asyncio.sleep(0, ""))
     stopped = asyncio.create_task(aborted.wait())
     await asyncio.wait({trouble, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not trouble.done() and "abort-holds" in fake.faults:
+        await exists(fake.faults["abort-holds"])
     for rid in rids:
         del fake.running[rid]
     stopped.cancel()
@@ -173,8 +175,16 @@ async def health(request: web.Request) -> web.Response:
     return web.Response()
 
 
+async def flush(request: web.Request) -> web.Response:
+    fake: FakeSGLang = request.app["fake"]
+    fake.journal("flush", running=len(fake.running))
+    return web.Response(status=400 if fake.running else 200)
+
+
 async def release(request: web.Request) -> web.Response:
     fake: FakeSGLang = request.app["fake"]
+    if fake.running:
+        os._exit(1)
     tags = (await request.json())["tags"]
     fake.asleep |= set(tags)
     fake.journal("sleep", tags=tags)
@@ -230,6 +240,7 @@ def main() -> None:
         ("POST", "/load_lora_adapter"): load,
         ("POST", "/unload_lora_adapter"): unload,
         ("POST", "/abort_request"): abort,
+        ("POST", "/flush_cache"): flush,
         ("POST", "/release_memory_occupation"): release,
         ("POST", "/resume_memory_occupation"): resume,
         ("GET", "/v1/models"): models,

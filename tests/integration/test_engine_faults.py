@@ -151,6 +151,25 @@ async def test_an_engine_that_sleeps_may_be_started_again_before_it_wakes(tmp_pa
         assert (await client.ask(generate(PROMPT))).completions
 
 
+async def test_an_engine_sleeps_when_what_was_cancelled_is_gone_from_it(tmp_path, model, backend):
+    if backend == "vllm":
+        pytest.skip("vLLM ends what runs when it is told to sleep")
+    gate = tmp_path / "gate"
+    asleep = {"device": "cuda", "sleep": True}
+    async with served(tmp_path, model, fault=f"hangs@1,abort-holds:{gate}", server=asleep) as server:
+        client = await server.client("run")
+        asking = asyncio.create_task(client.ask(generate(PROMPT)))
+        await until(lambda: server.journal("asked"), "the request to reach the engine")
+        asking.cancel()
+        sleeping = asyncio.create_task(client.ask(p.Sleep()))
+        await until(lambda: server.journal("flush") or sleeping.done(), "the engine to be asked whether it is idle")
+        assert not server.journal("sleep")
+        gate.touch()
+        assert isinstance(await sleeping, p.Slept)
+        assert server.journal("flush")[-1]["running"] == 0
+        assert (await client.ask(p.Status())).restarts == 0
+
+
 async def test_each_life_listens_somewhere_else(tmp_path, model, backend):
     """What a killed engine held may stay held for a while."""
     async with served(tmp_path, model, fault="dies@1") as server:

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 import lora_files
-from bridge.errors import ConfigError, Refused
+from bridge.errors import ConfigError, EngineFailed, Refused
 from bridge.protocol import Sampling
 from hub_files import cached
 from served import tiny_model
 from server_env.config import ServerConfig
-from server_env.engines import sglang
+from server_env.engines import sglang, sglang_http
 from server_env.engines.engine import Endpoint, EngineGone
 from server_env.engines.engine_http import KEEP_ALIVE_S
 from server_env.engines.options import EngineOptions, Option
@@ -198,3 +198,36 @@ async def test_a_groups_prompt_is_read_ahead_of_its_samples_where_that_saves_mor
     with pytest.raises(EngineGone):
         await engine.generate("", [5] * prompt_tokens, n, Sampling(max_tokens=7))
     assert asked == ([(1, 0)] if ahead else [(n, 7)])
+
+
+async def test_an_engine_that_is_never_idle_is_not_put_to_sleep(monkeypatch):
+    engine, asked = SGLang(server(sleep=True), SGLangConfig(), "cuda", None), []
+
+    async def busy(route, *_):
+        asked.append(route)
+        raise Refused("2 requests are running")
+
+    monkeypatch.setattr(engine._http, "post", busy)
+    monkeypatch.setattr(sglang_http, "IDLE_TIMEOUT_S", -1.0)
+    with pytest.raises(EngineFailed, match="cannot sleep") as failed:
+        await engine.sleep()
+    assert "2 requests are running" in failed.value.why
+    assert asked == ["/flush_cache"]
+
+
+async def test_sleep_waits_until_every_cancelled_request_has_been_aborted(monkeypatch):
+    engine, asked, aborted = SGLang(server(sleep=True), SGLangConfig(), "cuda", None), [], asyncio.Event()
+
+    async def post(route, *_):
+        if route == "/abort_request":
+            await aborted.wait()
+        asked.append(route)
+
+    monkeypatch.setattr(engine._http, "post", post)
+    engine._abort(["one"])
+    sleeping = asyncio.create_task(engine.sleep())
+    await asyncio.sleep(0.02)
+    assert asked == []
+    aborted.set()
+    await sleeping
+    assert asked == ["/abort_request", "/flush_cache", "/release_memory_occupation"]

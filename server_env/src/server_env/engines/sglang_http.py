@@ -25,7 +25,7 @@ from server_env.engines.sglang_lora import complete
 HOST = "127.0.0.1"
 PROBE_PROMPT = (1,)
 NEEDED_ROUTES = ("/generate", "/load_lora_adapter", "/unload_lora_adapter", "/abort_request")
-SLEEP_ROUTES = ("/release_memory_occupation", "/resume_memory_occupation")
+SLEEP_ROUTES = ("/release_memory_occupation", "/resume_memory_occupation", "/flush_cache")
 KV_CACHE = {"tags": ["kv_cache"]}
 """What sleep gives back. Weights would come back as garbage unless SGLang keeps a copy of them in main memory."""
 
@@ -39,6 +39,8 @@ DETERMINISTIC = "--enable-deterministic-inference"
 """Without it SGLang takes a request's seed and does not use it."""
 
 ABORT_TIMEOUT_S = 5.0
+IDLE_TIMEOUT_S = 60.0
+IDLE_POLL_S = 0.1
 SHARED_PREFIX_TOKENS = 64
 """A group's prompt of fewer tokens is read by each of its samples."""
 SHARED_PREFIX_FLOPS = 1e12
@@ -178,8 +180,30 @@ class SGLang:
 
     async def sleep(self) -> None:
         """Give the KV cache's memory back."""
+        await self._until_idle()
         await self._http.post("/release_memory_occupation", KV_CACHE, self._admin)
         self._released = True
+
+    async def _until_idle(self) -> None:
+        """Return when it works on nothing. A cancelled request may be gone later than whoever asked, and asked for its
+        memory before, SGLang dies.
+        """
+        while self._aborting:
+            await asyncio.wait(set(self._aborting))
+        until = time.monotonic() + IDLE_TIMEOUT_S
+        while True:
+            try:
+                await self._http.post("/flush_cache", None, self._admin)  # What it does only when it is idle.
+            except Refused as busy:
+                if time.monotonic() > until:
+                    raise EngineFailed(
+                        f"SGLang was still working {IDLE_TIMEOUT_S:g} s after its last request, so it cannot sleep.",
+                        why=f"A request of somebody else's, through server.http, or a cancelled one. {busy.what}",
+                        remedy="End what else asks this engine; its log says how many requests are left.",
+                    ) from None
+                await asyncio.sleep(IDLE_POLL_S)
+            else:
+                return
 
     async def wake_weights(self) -> None:
         """Nothing to do: the weights stayed."""
