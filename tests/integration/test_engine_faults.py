@@ -151,6 +151,27 @@ async def test_an_engine_that_sleeps_may_be_started_again_before_it_wakes(tmp_pa
         assert (await client.ask(generate(PROMPT))).completions
 
 
+@pytest.mark.parametrize("needed", ["to wake", "to load", "no more"])
+async def test_an_engine_that_dies_in_the_trainers_turn_is_started_when_it_is_needed(tmp_path, model, needed):
+    events = []
+    async with served(tmp_path, model, server={"device": "cuda", "sleep": True}) as server:
+        client = await server.client("run", on_event=events.append)
+        await client.ask(p.Sleep())
+        os.kill((await client.ask(p.Status())).engine_pid, signal.SIGKILL)
+        await until(lambda: any(isinstance(event, p.EngineDied) for event in events), "the server to notice")
+        pulse = await client.ask(p.Ping())
+        assert (pulse.engines, pulse.restarts) == (0, 0)
+        assert isinstance(await client.ask(p.Sleep()), p.Slept)
+        assert len(server.journal("start")) == 1
+        if needed == "no more":
+            return  # It ends as any other server.
+        if needed == "to load":
+            assert (await publish(client, model, 1)).version == 1
+        await client.ask(p.Wake())
+        assert (await client.ask(generate(PROMPT))).completions
+        assert (await client.ask(p.Status())).restarts == 1
+
+
 async def test_an_engine_sleeps_when_what_was_cancelled_is_gone_from_it(tmp_path, model, backend):
     if backend == "vllm":
         pytest.skip("vLLM ends what runs when it is told to sleep")

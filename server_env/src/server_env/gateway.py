@@ -84,6 +84,7 @@ class Gateway:
         self._service.canary = CanaryCheck(self._adapters, file.server.load_timeout_s, self._service.metrics.proved)
         self._replicas.prove = self._service.canary.require_the_same
         self._service.sleeper = Sleeper(self._replicas)
+        self._replicas.turns = lambda: not self._service.dozing
 
     def _process(self, number: int, engine: Engine, gpus: Mapping[str, str]) -> EngineProcess:
         """One engine, with a log, a folder and a compile cache of its own."""

@@ -88,6 +88,11 @@ class Service:
         self.why_ended = why
         self.ended.set()
 
+    @property
+    def dozing(self) -> bool:
+        """Whether the engines sleep since no trainer is there, rather than in a trainer's turn."""
+        return self._dozing
+
     def pulse(self) -> p.Pulse:
         """How it is."""
         return p.Pulse(

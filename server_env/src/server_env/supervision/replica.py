@@ -44,6 +44,11 @@ class Group(Protocol):
         """How awake they are to be."""
         ...
 
+    @property
+    def resting(self) -> bool:
+        """Whether an engine that is gone is to stay so for now."""
+        ...
+
     def live_adapters(self) -> Mapping[str, Path]:
         """What requests may name: names and folders."""
         ...
@@ -55,6 +60,10 @@ class Group(Protocol):
 
     def changed(self) -> None:
         """An engine can be asked more, or less, than before."""
+        ...
+
+    async def next_change(self) -> None:
+        """Wait for it."""
         ...
 
     def died(self, error: EngineFailed) -> None:
@@ -88,11 +97,12 @@ class Life:
 class Replica:
     """An engine, which as its supervisor's observer it brings to what the others are before anybody asks it anything.
 
-    load: sequences that it is working on.
+    load: sequences that it is working on. rests: it is gone, and not started again before it is needed.
     """
 
     def __init__(self, process: EngineProcess, group: Group, server: ServerConfig) -> None:
         self.load = 0
+        self.rests = False
         self.supervisor = Supervisor(
             process, self, startup_timeout_s=server.startup_timeout_s, stall_timeout_s=server.stall_timeout_s
         )
@@ -190,6 +200,20 @@ class Replica:
     def engine_died(self, error: EngineFailed) -> None:
         """Pass it on."""
         self._group.died(error)
+
+    async def engine_needed(self) -> bool:
+        """Rest while the group does: it holds no memory meanwhile, as if it slept."""
+        if not self._group.resting:
+            return False
+        self.rests = True
+        self._group.changed()
+        try:
+            while self._group.resting:
+                await self._group.next_change()
+        finally:
+            self.rests = False
+            self._group.changed()
+        return True
 
     def engine_restarted(self, seconds: float) -> None:
         """Pass it on."""

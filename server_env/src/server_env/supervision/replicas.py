@@ -46,6 +46,7 @@ class Replicas:
     """The engines. live_adapters: what requests may name, and so what an engine must hold before it serves.
 
     prove: raises EngineFailed for an engine that does not compute what it should; called after each start and wake.
+    turns: whether they sleep for a trainer that computes on their GPUs meanwhile.
     """
 
     def __init__(self, processes: Sequence[EngineProcess], observer: Observer, server: ServerConfig) -> None:
@@ -57,6 +58,7 @@ class Replicas:
         """How long none may serve before the last one is given up."""
         self.prove: Prove = _nothing_to_prove
         self.live_adapters: Callable[[], Mapping[str, Path]] = dict
+        self.turns: Callable[[], bool] = lambda: True
         self._observer = observer
         self._change = asyncio.Event()
         self._all = [Replica(process, self, server) for process in processes]
@@ -96,6 +98,16 @@ class Replicas:
     def engines(self) -> dict[str, Engine]:
         """All, whatever their state, by what tells their figures apart."""
         return {str(number): replica.supervisor.engine for number, replica in enumerate(self._all)}
+
+    @property
+    def resting(self) -> bool:
+        """Whether an engine that is gone is to stay so for now: its memory is the trainer's until they wake."""
+        return self.level == "asleep" and self.turns()
+
+    @property
+    def _all_rest(self) -> bool:
+        left = [replica for replica in self._all if replica.supervisor.state != "failed"]
+        return bool(left) and all(replica.rests for replica in left)
 
     def each(self) -> list[tuple[bool, int]]:
         """Of each engine: whether it serves, and how often it was started again."""
@@ -155,6 +167,7 @@ class Replicas:
     async def turn(self, level: Level) -> None:
         """Have all engines wake or sleep, those that come back later too. Raises EngineFailed when none can."""
         self.level = level
+        self.changed()
         await self._change_all(lambda r: r.turn(level), lambda r: r.level == level, f"being {level}")
 
     async def prove_all(self, but: Engine) -> None:
@@ -165,10 +178,14 @@ class Replicas:
     # ---- what becomes of one (see replica.Group) ---------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Wake everybody who waits for an engine. While none serves, time limits stand still."""
-        self.serving_time.passes(self.state == "ready")
+        """Wake everybody who waits for an engine. While one is needed and none serves, time limits stand still."""
+        self.serving_time.passes(self.state == "ready" or self._all_rest)
         self._change.set()
         self._change = asyncio.Event()
+
+    async def next_change(self) -> None:
+        """Wait until an engine can be asked more, or less, or is needed again."""
+        await self._change.wait()
 
     def died(self, error: EngineFailed) -> None:
         """Pass it on."""
@@ -196,7 +213,10 @@ class Replicas:
         return min(free, key=lambda replica: replica.load)
 
     async def _that_serve(self) -> list[Replica]:
+        """At least one; but none when all rest: as they start they are brought to what they should be."""
         while not (serving := [replica for replica in self._all if replica.serves]):
+            if self.resting and self._all_rest:
+                return []
             await self._until_changed()
         return serving
 
@@ -204,7 +224,7 @@ class Replicas:
         if self.state == "failed":
             errors = [replica.supervisor.error for replica in self._all]
             raise next((error for error in errors if isinstance(error, PeerDied)), errors[0])
-        await self._change.wait()
+        await self.next_change()
 
     async def _change_all(
         self, work: Callable[[Replica], Awaitable[None]], done: Callable[[Replica], bool], what: str

@@ -35,6 +35,10 @@ class Observer(Protocol):
         """It is gone."""
         ...
 
+    async def engine_needed(self) -> bool:
+        """Return when it is to be started again; whether nobody needed it until then."""
+        ...
+
     def engine_restarted(self, seconds: float) -> None:
         """It serves again, after seconds without it."""
         ...
@@ -63,6 +67,7 @@ class Supervisor:
         self._startup_timeout_s = startup_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._unanswered_restarts = 0
+        self._missed_since = 0.0
         self._open = 0
         self._error: BridgeError | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -196,7 +201,7 @@ class Supervisor:
         """Wait for each life to end, and begin the next."""
         while True:
             code = await self._process.wait()
-            ended = time.monotonic()
+            self._missed_since = time.monotonic()
             error = self._process.failure(f"The engine ended with code {code}.")
             self._set("restarting")
             log.warning("%s: %s %s", self._process.name, error.what, error.why)
@@ -205,11 +210,13 @@ class Supervisor:
             if not await self._restart(error):
                 return
             self._set("ready")
-            self._observer.engine_restarted(time.monotonic() - ended)
+            self._observer.engine_restarted(time.monotonic() - self._missed_since)
 
     async def _restart(self, error: EngineFailed) -> bool:
-        """The next life, after at most MAX_RESTARTS tries; whether there is one."""
+        """The next life, after at most MAX_RESTARTS tries, each once it is needed; whether there is one."""
         while self._unanswered_restarts < MAX_RESTARTS:
+            if await self._observer.engine_needed():
+                self._missed_since = time.monotonic()
             self._unanswered_restarts += 1
             self.restarts += 1
             try:
