@@ -21,18 +21,26 @@ def check(
     """Check an engine's CUDA environment, in which `installed` are the versions by package; nothing for the others."""
     if plan.environment.engine and plan.accelerator == "cuda":
         yield _ninja(plan)
-        yield _toolkit(plan, installed, toolkit(variables, default_toolkit))
+        places = list(_places(variables, default_toolkit))
+        # SGLang gets the environment's own where no place has a compiler: see server_env/engines/cuda_toolkit.py.
+        taken = places if plan.environment.engine != "sglang" or any(map(_compiles, places)) else []
+        yield _toolkit(plan, installed, next(iter(taken), None))
 
 
-def toolkit(variables: Mapping[str, str], default: Path = _DEFAULT_TOOLKIT) -> Path | None:
-    """The CUDA toolkit that flashinfer, tvm-ffi and torch take: the first one named, be it there or not."""
+def _places(variables: Mapping[str, str], default: Path) -> Iterator[Path]:
+    """Where flashinfer, tvm-ffi and torch look for a CUDA toolkit: they take the first, be it there or not."""
     named = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
     if named:
-        return Path(named)
+        yield Path(named)
     nvcc = shutil.which("nvcc", path=variables.get("PATH", os.defpath))
     if nvcc:
-        return Path(nvcc).parents[1]
-    return default if default.exists() else None
+        yield Path(nvcc).parents[1]
+    if default.exists():
+        yield default
+
+
+def _compiles(toolkit: Path) -> bool:
+    return (toolkit / "bin" / "nvcc").exists()
 
 
 def _ninja(plan: Plan) -> Finding:
@@ -47,10 +55,13 @@ def _ninja(plan: Plan) -> Finding:
 def _toolkit(plan: Plan, installed: Mapping[str, str], found: Path | None) -> Finding:
     name = f"{plan.environment.name} nvcc"
     compiler, headers = (_release(installed.get(package, "")) for package in (_COMPILER, _HEADERS))
-    if found and not (found / "bin" / "nvcc").exists():
+    if found and not _compiles(found):
         return Finding(name, "warning", f"{found} has no bin/nvcc", "set CUDA_HOME to a CUDA toolkit, or unset it")
     if found and not found.resolve().is_relative_to(plan.link.resolve()):
         return Finding(name, "ok", f"kernels are compiled with {found}, if any are")
+    if not (found or compiler) and plan.environment.engine == "sglang":
+        why = f"neither a CUDA toolkit nor {_COMPILER} is there, and SGLang compiles kernels as it starts"
+        return Finding(name, "warning", why, "install the CUDA toolkit and set CUDA_HOME to it")
     if not (compiler and headers) or compiler == headers:
         return Finding(name, "ok", f"the environment's own is of CUDA {compiler or 'none'}, its headers {headers}")
     why = (

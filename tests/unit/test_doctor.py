@@ -199,6 +199,26 @@ def test_another_toolkit_makes_the_compiler_of_the_environment_of_no_account(ins
 
 
 @pytest.mark.parametrize(
+    ("compiler", "status", "detail"),
+    [
+        ({"nvidia-cuda-nvcc": "13.0.88"}, "ok", "the environment's own is of CUDA 13.0, its headers 13.0"),
+        ({}, "warning", "neither a CUDA toolkit nor nvidia-cuda-nvcc is there"),
+    ],
+)
+def test_sglang_compiles_with_its_environments_own_where_no_place_has_a_compiler(
+    installed, tmp_path, compiler, status, detail
+):
+    versions = {"nvidia-cuda-runtime": "13.0.96", **compiler}
+    runtime_only = tmp_path / "cuda"
+    runtime_only.mkdir()
+    for variables in ({"PATH": ""}, {"PATH": "", "CUDA_HOME": str(runtime_only)}):
+        plan = on_cuda(installed, "server-sglang")
+        finding = list(compiling.check(plan, versions, variables, runtime_only))[1]
+        assert finding.status == status
+        assert detail in finding.detail
+
+
+@pytest.mark.parametrize(
     ("gone", "status"), [(["trainer"], 2), (["server-vllm"], 1), (["server-vllm", "server-sglang"], 2)]
 )
 def test_the_trainer_and_one_server_are_needed(installed, gone, status):

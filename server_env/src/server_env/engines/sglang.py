@@ -9,7 +9,7 @@ import msgspec
 
 from bridge.errors import ConfigError
 from server_env.adapters.peft_adapter import BaseModel
-from server_env.engines import flags, sglang_memory
+from server_env.engines import cuda_toolkit, flags, sglang_memory
 from server_env.engines.engine_http import KEEP_ALIVE_S
 from server_env.engines.options import EngineOptions
 
@@ -308,4 +308,6 @@ def environment(
             # Its small operations are quicker on one thread, and much quicker beside a trainer.
             "OMP_NUM_THREADS": "1",
         }
+    else:
+        variables |= cuda_toolkit.variables(cache)
     return variables | server.engine_env
