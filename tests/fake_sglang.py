@@ -106,6 +106,26 @@ def completion(  # noqa: PLR0917
     return {"text": "", "output_ids": found.ids, "meta_info": meta}
 
 
+async def openai(request: web.Request) -> web.StreamResponse:
+    """/v1/completions: an event at once, and the rest when it is let."""
+    fake: FakeSGLang = request.app["fake"]
+    ask = json.loads(await request.read())
+    adapter = ask["model"].partition(":")[2] or ask.get("lora_path") or ""
+    if max(ask["prompt"]) >= VOCAB or fake.asleep:
+        os._exit(1)
+    if adapter and adapter not in fake.adapters:
+        return error(400, f"Got LoRA adapter that has never been loaded: {adapter}")
+    fake.users[adapter] = fake.users.get(adapter, 0) + 1
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b'data: {"choices": [{"text": "one"}]}\n\n')
+    await fake.misbehave(request)
+    await response.write(b"data: [DONE]\n\n")
+    fake.users[adapter] -= 1
+    fake.journal("generated", model=adapter)
+    return response
+
+
 async def abort(request: web.Request) -> web.Response:
     fake: FakeSGLang = request.app["fake"]
     if event := fake.running.get((await request.json())["rid"]):
@@ -172,6 +192,8 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
+    if request.path == "/health" and request.app["fake"].asleep:
+        request.app["fake"].journal("generated-asleep")  # The real one samples a token.
     return web.Response()
 
 
@@ -243,6 +265,7 @@ def main() -> None:
         ("POST", "/flush_cache"): flush,
         ("POST", "/release_memory_occupation"): release,
         ("POST", "/resume_memory_occupation"): resume,
+        ("POST", "/v1/completions"): openai,
         ("GET", "/v1/models"): models,
         ("GET", "/server_info"): info,
         ("GET", "/metrics"): metrics,

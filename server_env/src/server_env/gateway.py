@@ -27,6 +27,7 @@ from server_env.gpus.sleeping import Sleeper
 from server_env.lease import Starter
 from server_env.metrics.http_front import HttpFront
 from server_env.metrics.metrics_page import MetricsPage
+from server_env.metrics.openai_api import OpenAIApi
 from server_env.ownership import own
 from server_env.service import Service
 from server_env.supervision.cache import EngineCache
@@ -176,7 +177,8 @@ class Gateway:
         server = self._file.server
         page = MetricsPage(self._service.metrics.text, self._replicas.engines)
         if server.http:
-            front = HttpFront("server.http", page, self._replicas)
+            api = OpenAIApi(self._replicas, self._adapters, self._service.sleeper)
+            front = HttpFront("server.http", page, api)
             self._stack.push_async_callback(front.stop)
             self._service.http_url = await front.start(server.http)
         if server.metrics_address:

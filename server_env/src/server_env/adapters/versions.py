@@ -123,6 +123,14 @@ class Adapters:
             held.requests -= 1
             self._retire_outgoing()
 
+    def version_of(self, name: str) -> int | None:
+        """The newest version that requests may name and that engines call so; None for a name of nothing served."""
+        return max((v.number for v in self._versions.values() if name and v.name == name), default=None)
+
+    def was_published(self, name: str) -> bool:
+        """Whether that is an adapter's name for the engines, served or not."""
+        return name in self._names
+
     async def publish(self, request: PublishAdapter, data: memoryview | None) -> AdapterLoaded:
         """Make an adapter the newest version. Raises Refused or StaleVersion, and then the last one serves on."""
         async with self._publishing:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -138,12 +138,22 @@ class Replica:
             await life.proven()
             return result
 
+        with self.busy(adapter, sequences):
+            return await self.supervisor.attempt(answered)
+
+    @contextlib.contextmanager
+    def busy(self, adapter: str, sequences: int) -> Iterator[None]:
+        """Around a request that it takes."""
         with self._slots.taken(adapter):
             self.load += sequences
             try:
-                return await self.supervisor.attempt(answered)
+                yield
             finally:
                 self.load -= sequences
+
+    async def proven(self) -> None:
+        """Return when it may be asked by somebody who reads answers as they come. Raises EngineGone."""
+        await self._life.proven()
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load an adapter. Raises Refused, EngineFailed, and EngineGone once it is known whether it lives."""

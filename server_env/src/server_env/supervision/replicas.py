@@ -6,8 +6,9 @@ it serves, so that none is ever asked for what it does not hold.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -151,6 +152,16 @@ class Replicas:
                 if not tries_left:
                     raise _lost(replica, f"this request: {error}") from None
         raise AssertionError("unreachable")
+
+    @contextlib.asynccontextmanager
+    async def one(self, adapter: str, sequences: int) -> AsyncIterator[Engine]:
+        """An engine for a request that is asked once, whatever becomes of it. Raises EngineGone, EngineFailed, and
+        PeerDied when the server ends.
+        """
+        replica = await self._least_busy(adapter, as_guest=False)
+        with replica.busy(adapter, sequences):
+            await replica.proven()
+            yield replica.supervisor.engine
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load an adapter into every engine that serves. Raises Refused and EngineFailed when none takes it.
