@@ -8,6 +8,7 @@ import pytest
 
 from bridge import protocol as p
 from bridge.server import Call
+from served import until
 from server_env.config import from_dict
 from server_env.service import Service
 
@@ -17,7 +18,7 @@ CALL = Call(b"", b"", None)
 class Sleeper:
     """may_wake: until then a wake waits. wakes: how many were begun."""
 
-    in_flight = 0
+    in_flight, possible = 0, True
 
     def __init__(self):
         self.asleep, self.wakes, self.may_wake, self._turning = False, 0, asyncio.Event(), asyncio.Lock()
@@ -36,13 +37,19 @@ class Sleeper:
         return p.Slept(seconds=0.0)
 
 
-@pytest.fixture
-async def service():
-    """A server whose engine has dozed off."""
-    service: Any = Service(from_dict({"server": {"model": "m"}}, "test"), server_uuid="u", log_path="")
+def awake(**settings) -> Any:
+    """A server whose engine is awake."""
+    service: Any = Service(from_dict({"server": {"model": "m", **settings}}, "test"), server_uuid="u", log_path="")
     service.sleeper = Sleeper()
     service.adapters = SimpleNamespace(newest=0)
     service.replicas = SimpleNamespace(finished=0, state="ready", serving=dict, restarts=0)
+    return service
+
+
+@pytest.fixture
+async def service():
+    """A server whose engine has dozed off."""
+    service = awake()
     await service._doze()
     assert service.sleeper.asleep
     service.book.attach("run", "elsewhere:1")
@@ -81,3 +88,16 @@ async def test_a_sleep_that_the_trainer_asked_for_is_not_ended_by_a_late_heartbe
     await asyncio.gather(first, sleeping, late)
     assert service.sleeper.asleep
     assert service.sleeper.wakes == 1
+
+
+async def test_an_engine_dozes_only_once_the_dead_trainers_requests_are_answered():
+    """A sleep waits for them and holds the turn meanwhile: the next trainer's wake would wait for it as long."""
+    service = awake(lease_s=0.2, keep_server_s=600.0)
+    service.sleeper.in_flight = 1
+    watch = asyncio.create_task(service.watch_lease())
+    service.book.attach("run", "elsewhere:1")
+    await until(lambda: service.book.silent_s > 2 * service.book.lease_s, "the lease to have run out long ago")
+    assert not service.sleeper.asleep
+    service.sleeper.in_flight = 0
+    await until(lambda: service.sleeper.asleep, "the engine to doze")
+    watch.cancel()

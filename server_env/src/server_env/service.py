@@ -277,8 +277,8 @@ class Service:
             elif not self.book.alive:
                 if 0 <= keep <= self.book.silent_s - self.book.lease_s:
                     self.end(f"run {self.book.run_id!r} has been silent for {self.book.silent_s:.0f} s")
-                elif self.sleeper.possible and not self.sleeper.asleep:
-                    await self._doze()
+                elif self.sleeper.possible and not self.sleeper.asleep and not self.sleeper.in_flight:
+                    await self._doze()  # With nothing to wait for: whoever comes wakes the engine only afterwards.
 
     async def _doze(self) -> None:
         """Nobody is there: give the GPU's memory back until somebody comes."""
