@@ -164,6 +164,24 @@ async def test_sleep_waits_for_what_is_in_flight_and_holds_what_comes(tmp_path, 
         assert not server.journal("generated-asleep")
 
 
+async def test_an_engine_that_woke_for_an_adapter_sleeps_again_when_it_is_told_to(tmp_path, model, backend):
+    async with served(tmp_path, model, server=ASLEEP) as server:
+        client = await server.client("run")
+        for version in (1, 2):
+            await client.ask(p.Sleep())
+            await publish(client, model, version)
+        await client.ask(p.Sleep())
+        slept = [entry["event"] for entry in server.journal() if entry["event"] in ("sleep", "wake")]
+        again = {"vllm": ["wake", "wake", "sleep"], "sglang": ["wake", "sleep"]}  # The weights, the KV cache, both.
+        assert slept == ["sleep", *2 * again[backend]]
+        waiting = asyncio.create_task(client.ask(generate(PROMPT)))
+        await client.ask(p.Ping())
+        assert not waiting.done()
+        await client.ask(p.Wake())
+        assert (await waiting).version == 2
+        assert not server.journal("generated-asleep")
+
+
 async def test_an_engine_that_cannot_sleep_says_so(tmp_path, model):
     async with served(tmp_path, model) as server:
         with pytest.raises(Refused, match="cannot sleep"):

@@ -45,6 +45,22 @@ def test_a_run_asks_in_the_servers_turn_only_and_its_steps_say_what_the_turns_to
     assert [server.order[place] for place in room] == ["Wake", "PublishAdapter"] * 3
 
 
+def test_between_steps_on_one_batch_the_server_goes_back_to_sleep(train, tiny):
+    """A publish wakes it as far as an adapter needs."""
+    server, room = SleepsInTurns(tiny), []
+    turns = Turns(server, release=lambda: room.append(len(server.order)))
+    ran = train("grpo.max_steps=4", "grpo.num_iterations=2", server=server, turns=turns)
+    order = [word for word in server.order if word in ("Wake", "Sleep", "PublishAdapter")]
+    assert order == ["Wake", "Sleep", "PublishAdapter", "Sleep", "PublishAdapter"] * 2
+    assert [step.version for step in ran.steps] == [1, 2, 3, 4]
+    assert [step.staleness for step in ran.steps] == [0, 1, 0, 1]
+    for step in ran.steps:
+        assert (step.wake_s is None) == (step.staleness == 1)
+        assert step.train_s > 0
+    assert [step.sleep_s is None for step in ran.steps] == [False, True, False, True]
+    assert [server.order[place] for place in room] == ["Wake", "PublishAdapter", "Sleep", "PublishAdapter"] * 2
+
+
 def test_without_turns_nothing_is_put_to_sleep(train, tiny):
     server = SleepsInTurns(tiny)
     ran = train("grpo.max_steps=2", server=server)

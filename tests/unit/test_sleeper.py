@@ -166,3 +166,31 @@ async def test_only_the_weights_being_woken_is_waited_for_too(sleeper, engine):
     assert engine.turns == ["sleep", "wake_weights"]
     await sleeper.wake()
     assert engine.turns == ["sleep", "wake_weights", "wake"]
+
+
+async def test_engines_that_woke_for_an_adapter_are_put_to_sleep_again(sleeper, engine):
+    await sleeper.sleep()
+    await sleeper.ready_for_adapters()
+    await sleeper.sleep()
+    assert engine.turns == ["sleep", "wake_weights", "wake", "sleep"]
+    assert sleeper.asleep
+    await sleeper.sleep()
+    assert len(engine.turns) == 4
+    await sleeper.wake()
+    assert engine.awake
+    assert not sleeper.asleep
+
+
+async def test_nobody_asks_engines_that_wake_only_to_sleep_again_unless_that_is_given_up(sleeper, engine):
+    await sleeper.sleep()
+    await sleeper.ready_for_adapters()
+    held = engine.hold("wake")
+    turning = asyncio.create_task(sleeper.sleep())
+    await a_moment()
+    assert sleeper.asleep
+    turning.cancel()
+    held.set()
+    with pytest.raises(asyncio.CancelledError):
+        await turning
+    assert engine.awake
+    assert not sleeper.asleep

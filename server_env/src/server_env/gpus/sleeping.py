@@ -65,17 +65,19 @@ class Sleeper:
     async def sleep(self) -> Slept:
         """Hold new requests, finish those in flight, give memory back. Raises Refused when the engine cannot.
 
-        Failed or cancelled, it leaves the engines awake.
+        Engines that have woken for an adapter wake wholly first: an engine gives back all or nothing. Failed or
+        cancelled, it leaves the engines awake.
         """
         if not self.possible:
             raise Refused("This engine cannot sleep.", remedy="Set server.sleep = true; it needs a GPU.")
         async with self._turning:
             started = time.monotonic()
-            if self.asleep:
+            if self.asleep and self._replicas.level == "asleep":
                 return Slept(seconds=0.0)
             self._awake.clear()
             try:
                 await self._idle.wait()
+                await to_its_end(self._replicas.turn("awake"))
                 before = used_bytes()
                 await to_its_end(self._replicas.turn("asleep"))
                 freed = max(0, before - await used_bytes_below(before))

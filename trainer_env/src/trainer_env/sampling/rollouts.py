@@ -81,6 +81,7 @@ class Rollouts:
         self._ahead: deque[Ahead] = deque()
         self._next = 0
         self._answered_at = 0.0
+        self._in_use_from: int | None = None
         self.calls = 0
         self.batches: list[Batch] = []
         """What the calls for TRL brought; whoever reports a step takes them out."""
@@ -95,6 +96,10 @@ class Rollouts:
         """
         with self.sampler.turns.servers():
             return self._batch(prompts, trainer.state.global_step)
+
+    def in_use(self, step: int) -> bool:
+        """Whether optimizer step `step`, counted from 0, trains on a batch that is here already."""
+        return self._in_use_from is not None and step - self._in_use_from < self._config.grpo.window
 
     def give_up(self) -> None:
         """Nobody will train on what is still being sampled, and whoever trains next begins anew."""
@@ -127,6 +132,7 @@ class Rollouts:
                     why="The server does not keep to min_version, or another trainer publishes to it.",
                 )
         self.calls += 1
+        self._in_use_from = step
         self._note(ahead.asked, [sample.version for sample in rows], sum(sum(s.trained) for s in rows), started)
         if observer:
             pairs = zip(ahead.prompt_ids, rows, strict=True)

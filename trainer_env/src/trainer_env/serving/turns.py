@@ -84,8 +84,17 @@ class Turns:
         self._server.ask(Wake(deadline_s=self._timeout_s))
         self._turned = replace(self._turned, wake_s=(self._turned.wake_s or 0.0) + time.perf_counter() - started)
         yield
+        self._sleep(self._server)
+
+    def sleep_again(self) -> None:
+        """The server has woken for an adapter, and the turn is still the trainer's. Raises what it answers."""
+        if self._server:
+            self._release()
+            self._sleep(self._server)
+
+    def _sleep(self, server: Server) -> None:
         started = time.perf_counter()
-        slept: Slept = self._server.ask(Sleep(deadline_s=self._timeout_s))
+        slept: Slept = server.ask(Sleep(deadline_s=self._timeout_s))
         self._turned = replace(
             self._turned,
             sleep_s=(self._turned.sleep_s or 0.0) + time.perf_counter() - started,

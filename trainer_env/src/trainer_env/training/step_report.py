@@ -129,8 +129,13 @@ class StepReport(TrainerCallback):
         self._mark = time.perf_counter()
 
     def _publish(self, step: int) -> None:
-        self._rollouts.sampler.turns.make_room()
+        turns = self._rollouts.sampler.turns
+        turns.make_room()
         self._publisher.publish(step, self._model)
+        if self._rollouts.in_use(step):  # The server's turn is not next.
+            started = time.perf_counter()
+            turns.sleep_again()
+            self._step_s += time.perf_counter() - started
 
     def _is_enough(self) -> bool:
         """What the first process knows; all have to ask."""
