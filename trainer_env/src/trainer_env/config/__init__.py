@@ -107,6 +107,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     max_staleness: Natural | None = None
     """Optimizer steps that a completion's version may lie behind. None: see TrainConfig.max_staleness."""
     timeout_s: Positive = 300.0
+    """For the completions of one generation batch. An evaluation has as many of these as it would fill batches."""
     publish_timeout_s: Positive = 60.0
     """Seconds that the server may take to load one adapter; raise it for high ranks on slow disks."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -132,8 +132,10 @@ class Sampler:
     ) -> list[list[Sample]]:
         """Complete each prompt n times, outside training; greedily unless a temperature is given.
 
-        version: exactly this adapter version (0: the base model); -1: the newest, at least min_version.
+        version: exactly this adapter version (0: the base model); -1: the newest, at least min_version. They are asked
+        for at once, and rollout.timeout_s holds for each generation batch that they would fill.
         """
+        batches = math.ceil(len(prompts) * n / self._config.grpo.scored_at_once)
         sampling = Sampling(
             temperature=temperature,
             max_tokens=max_tokens or self._config.grpo.max_completion_length,
@@ -146,7 +148,7 @@ class Sampler:
                 sampling=sampling,
                 min_version=min_version,
                 version=version,
-                deadline_s=self._config.rollout.timeout_s,
+                deadline_s=self._config.rollout.timeout_s * batches,
             )
             for prompt in prompts
         ]
