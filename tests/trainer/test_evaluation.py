@@ -104,14 +104,14 @@ def test_a_run_that_had_ended_early_takes_no_further_step_and_serves_its_last_ve
     assert kept(longer) == 4
 
 
-@pytest.mark.parametrize(("best", "then"), [(3, 3), (5, 6)])
-def test_of_the_steps_that_a_resumed_run_takes_again_no_adapter_survives(evaluated, best, then):
+@pytest.mark.parametrize(("best", "again", "then"), [(3, 0.2, 3), (5, 0.2, 5), (5, 0.95, 6)])
+def test_the_best_adapter_outlives_a_kill_until_a_better_one_is_measured(evaluated, best, again, then):
     settings = (*EVERY_STEP, "grpo.save_steps=2")
     done = evaluated({step: 0.9 if step == best else 0.5 for step in range(1, 7)}, *settings)
     assert kept(done) == best
     # As after a kill in step 6: the last checkpoint is of step 4, and step 5 turns out otherwise.
     shutil.rmtree(done.config.run_dir / "checkpoints" / "checkpoint-6")
-    rest = evaluated({5: 0.1, 6: 0.2}, *settings, resume=True)
+    rest = evaluated({5: 0.1, 6: again}, *settings, resume=True)
     assert [record.step for record in rest.tracker.evaluations] == [1, 2, 3, 4, 5, 6]
     assert kept(rest) == then
 

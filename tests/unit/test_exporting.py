@@ -135,6 +135,14 @@ def test_the_step_of_the_best_adapter_is_the_one_noted_beside_it(a_run, tmp_path
     assert export(run, tmp_path / "out", which="best").origin.step == 6
 
 
+def test_a_best_adapter_of_a_step_that_was_taken_again_keeps_its_own_figures(a_run, tmp_path):
+    run = a_run()
+    best = Best(step=4, reward_mean=0.9, version=4)  # The evaluation of step 4 that is recorded says 0.7.
+    (run / "best" / "best.json").write_bytes(msgspec.json.encode(best))
+    said = export(run, tmp_path / "out", which="best").origin.describe()
+    assert said == "the adapter of run adding after step 4 (on held-out examples 0.900)"
+
+
 def test_a_base_named_from_another_folder_is_found_where_the_run_found_it(a_run, base, tmp_path, monkeypatch):
     models = tmp_path / "models"
     models.mkdir()

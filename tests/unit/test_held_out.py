@@ -138,21 +138,29 @@ def best_folder(run_dir, step):
     return folder
 
 
-@pytest.mark.parametrize(("step", "stays"), [(3, True), (4, True), (5, False)])
-def test_an_adapter_of_a_later_step_than_the_checkpoint_does_not_survive(tmp_path, step, stays):
+@pytest.mark.parametrize("step", [3, 4, 5])
+def test_a_resumed_run_keeps_what_was_measured_and_a_new_one_begins_without(tmp_path, step):
     folder = best_folder(tmp_path, step)
-    found = best_adapter.restored(tmp_path, 4)
-    assert (found is not None) == folder.exists() == stays
-    assert found == (Best(step=step, reward_mean=0.5, version=step) if stays else None)
+    assert best_adapter.restored(tmp_path, resumed=True) == Best(step=step, reward_mean=0.5, version=step)
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert best_adapter.restored(tmp_path, resumed=False) is None
+    assert not folder.exists()
+
+
+def test_an_adapter_of_a_step_that_is_taken_again_stays_until_a_better_one_comes():
+    judge = held_out(earlier=[evaluation(1, 0.5)], kept=Best(step=3, reward_mean=0.9, version=3))
+    assert noted(judge, [0.6, 0.4, 0.9, 0.95], 2) == [5]
+    # Patience goes by what the run has done since: the step that made that adapter is to be taken again.
+    assert (judge.bar, judge.without) == (0.95, 0)
 
 
 def test_an_adapter_that_does_not_say_what_it_is_does_not_survive(tmp_path):
     folder = best_folder(tmp_path, 1)
     (folder / "best.json").write_text('{"step": 1')
     assert best_adapter.read(tmp_path) is None
-    assert best_adapter.restored(tmp_path, 4) is None
+    assert best_adapter.restored(tmp_path, resumed=True) is None
     assert not folder.exists()
-    assert best_adapter.restored(tmp_path, 4) is None
+    assert best_adapter.restored(tmp_path, resumed=True) is None
 
 
 class Model:

@@ -17,8 +17,9 @@ from bridge.errors import BridgeError, ConfigError
 from trainer_env.config import EvaluationConfig
 from trainer_env.display import LiveTable, PlainLines, Silent, TimeLeft, comparison, duration, open_display
 from trainer_env.display.plot import moving_mean, plot_rewards
+from trainer_env.evaluation import best_adapter
 from trainer_env.runs.jsonl import JsonLines, write_atomically
-from trainer_env.runs.records import Evaluation, Phase, Sample, StepMetrics
+from trainer_env.runs.records import Best, Evaluation, Phase, Sample, StepMetrics
 from trainer_env.runs.tracking import Tracker, spread
 
 FIELDS = """
@@ -164,7 +165,7 @@ def test_a_run_that_took_all_its_steps_did_not_end_early(tmp_path):
     assert (summary.best_step, summary.stopped_early) == (1, False)
 
 
-def test_resume_takes_back_the_best_adapter_and_the_patience_that_came_after_the_checkpoint(tmp_path):
+def test_resume_takes_back_the_patience_that_came_after_the_checkpoint_and_no_adapter(tmp_path):
     settings = EvaluationConfig(every=1, early_stopping_patience=3)
     run = tracker(tmp_path, evaluation=settings)
     for step, reward in enumerate([0.4, 0.3, 0.6], 1):
@@ -177,14 +178,15 @@ def test_resume_takes_back_the_best_adapter_and_the_patience_that_came_after_the
     assert (same.held_out.best.step, same.held_out.bar, same.held_out.without) == (3, 0.6, 0)
     same.close()
     back = tracker(tmp_path, resume_step=2, evaluation=settings)
-    # Step 3 has not been taken any more, and the adapter of step 1 was replaced by its.
-    assert (back.held_out.best, back.held_out.bar, back.held_out.without) == (None, 0.4, 1)
-    assert not (tmp_path / "best").exists()
+    assert back.held_out.best
+    assert (back.held_out.best.step, back.held_out.bar, back.held_out.without) == (3, 0.4, 1)
     for step, reward in ((3, 0.35), (4, 0.4)):
         back.step(metrics(step))
         evaluated(back, step, reward)
     assert back.held_out.enough
-    assert (finish(back).best_step, finish(back).best_reward) == (4, 0.4)
+    summary = finish(back)
+    assert (summary.best_step, summary.best_reward) == (3, 0.6)  # Of the step 3 that was taken first.
+    assert best_adapter.read(tmp_path) == Best(step=3, reward_mean=0.6, version=3)
 
 
 def test_resume_from_the_end_measures_the_end_again(tmp_path):

@@ -25,10 +25,11 @@ def read(run_dir: Path) -> Best | None:
         return None
 
 
-def restored(run_dir: Path, step: int) -> Best | None:
-    """What is there of a run that goes on from a step. An adapter of a later one is removed: it will be made again."""
-    best = read(run_dir)
-    if best is not None and best.step <= step:
-        return best
-    shutil.rmtree(run_dir / NAME, ignore_errors=True)
-    return None
+def restored(run_dir: Path, *, resumed: bool) -> Best | None:
+    """What a run that begins or goes on finds there. A resumed one keeps it even of a step that it takes again: it was
+    measured, and only a better one takes its place. What a new run finds, or what says nothing of itself, is removed.
+    """
+    best = read(run_dir) if resumed else None
+    if best is None:
+        shutil.rmtree(run_dir / NAME, ignore_errors=True)
+    return best

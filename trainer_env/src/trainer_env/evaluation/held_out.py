@@ -9,7 +9,7 @@ from trainer_env.runs.records import Best, Evaluation
 class HeldOut:
     """Counts a run's evaluations, one after the other.
 
-    earlier: those that a resumed run goes on from. kept: what best/ holds of them.
+    earlier: those that a resumed run goes on from. kept: what best/ holds, of them or of a step that is taken again.
 
     A reward is better when it exceeds the best one so far by more than early_stopping_threshold. For the patience that
     is the best of all, the base model's before training among them. For best/ it is that of the adapter there: a run

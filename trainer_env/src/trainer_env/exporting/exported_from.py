@@ -79,7 +79,11 @@ def _best(run_dir: Path) -> Origin:
             remedy=f"There are: {_what_there_is(run_dir)}.",
         )
     if known := best_adapter.read(run_dir):
-        return _origin(run_dir, folder, known.step)
+        origin = _origin(run_dir, folder, known.step)
+        if origin.held_out in (None, known.reward_mean):
+            return origin
+        # The run was resumed and took that step again: what it recorded then is of another adapter.
+        return msgspec.structs.replace(origin, reward=None, held_out=known.reward_mean)
     summary = _summary(run_dir)
     evaluated = [record for record in _lines(run_dir / "evaluations.jsonl", Evaluation) if record.step > 0]
     best = max(evaluated, key=lambda record: record.reward_mean, default=None)

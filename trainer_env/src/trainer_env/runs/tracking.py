@@ -37,8 +37,8 @@ class Tracker:
     """Writes metrics.jsonl, samples.jsonl, evaluations.jsonl, summary.json and reward.png of one run, and shows them.
 
     total_steps: optimizer steps of the whole run. resume_step: the checkpoint that the run goes on from; what was
-    recorded after it is dropped, since it will be done again, and so is an adapter in best/ that is of a later step.
-    None: a new run. evaluation: what the held-out rewards are to mean for the run.
+    recorded after it is dropped, since it will be done again. The adapter in best/ stays, whatever step it is of. None:
+    a new run. evaluation: what the held-out rewards are to mean for the run.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Tracker:
         self.held_out = HeldOut(
             evaluation or EvaluationConfig(),
             earlier=self.evaluations,
-            kept=best_adapter.restored(run_dir, last),
+            kept=best_adapter.restored(run_dir, resumed=resume_step is not None),
         )
 
     def status(self, text: str) -> None:
