@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -438,6 +439,46 @@ def test_a_session_whose_beginning_anew_was_interrupted_is_asked_and_trains_all_
         session._go_on(config)
         session.status()
         assert lab.publish(session._serving, 2).version == 2
+
+
+class Tokenizer:
+    """Of the tiny model, which has none: token 5, whatever the text."""
+
+    eos_token_id = 2
+
+    def __call__(self, _text, **_):
+        return {"input_ids": [5]}
+
+    def decode(self, token_ids, **_):
+        return f"{len(token_ids)} tokens"
+
+
+def test_a_session_is_asked_under_saved_versions_in_any_order(lab, monkeypatch):
+    tokenizing = SimpleNamespace(load=lambda _: Tokenizer())
+    monkeypatch.setitem(sys.modules, "trainer_env.models.tokenizing", tokenizing)
+    config = load(lab.job(), ['tracking.display="none"', "data.chat=false", 'data.system_prompt=""'])
+    for step in (2, 4):
+        checkpoint = lab.run_dir / "checkpoints" / f"checkpoint-{step}"
+        lora_files.make(lab.model, step).write(checkpoint)
+        for name in NEEDED[1:]:
+            (checkpoint / name).write_text(json.dumps({"global_step": step}))
+    with Session(config, plan(config.placement, Devices(cores=2)), by_hand=True) as session:
+        session.start()
+
+        def version(asked):
+            (answer,) = session.generate("5", max_tokens=2, version=asked)
+            return answer.version
+
+        answered = [version(asked) for asked in ("latest", 2, 2, "latest", "base", 2)]
+        lab.note()
+        assert answered == [4, 2, 2, 4, 0, 2]
+        loaded = [entry["name"] for entry in lab.journal("load")]
+        assert loaded == ["policy-v000004", "policy-v000002", "policy-v000004-2", "policy-v000002-2"]
+        version(4)
+        somebody_waits = session._asking_now()._ready("latest", may_come=False)
+        with somebody_waits, pytest.raises(ConfigError, match="takes version 2 only in its place"):
+            version(2)
+        assert version(2) == 2
 
 
 # ---- replaced --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import msgspec
 from bridge.errors import ConfigError
 from trainer_env.evaluation import best_adapter
 from trainer_env.runs.records import Evaluation, StepMetrics, Summary
+from trainer_env.runs.run_reader import final_step
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -46,7 +47,7 @@ def find_adapter(run_dir: Path, which: str | int = "last") -> Origin:
     step, saved = int(which), _checkpoints(run_dir)
     if step in saved:
         return _origin(run_dir, saved[step], step)
-    if _is_adapter(run_dir / "adapter") and step == _final_step(run_dir):
+    if _is_adapter(run_dir / "adapter") and step == final_step(run_dir):
         return _origin(run_dir, run_dir / "adapter", step)
     raise ConfigError(
         f"{run_dir} has no checkpoint of step {step}.",
@@ -58,7 +59,7 @@ def find_adapter(run_dir: Path, which: str | int = "last") -> Origin:
 def _last(run_dir: Path) -> Origin:
     """The newest: what training ended with, unless a run that went on was killed after it."""
     saved, final = _checkpoints(run_dir), run_dir / "adapter"
-    newest, ended = max(saved, default=None), _final_step(run_dir)
+    newest, ended = max(saved, default=None), final_step(run_dir) or None
     if _is_adapter(final) and (newest is None or ended is None or ended >= newest):
         return _origin(run_dir, final, ended)
     if newest is None:
@@ -114,13 +115,6 @@ def _checkpoints(run_dir: Path) -> dict[int, Path]:
 
 def _is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
-
-
-def _final_step(run_dir: Path) -> int | None:
-    """The optimizer steps behind adapter/."""
-    if summary := _summary(run_dir):
-        return summary.steps
-    return max((item.step for item in _lines(run_dir / "metrics.jsonl", StepMetrics)), default=None)
 
 
 def _what_there_is(run_dir: Path) -> str:

@@ -1,7 +1,9 @@
 """An adapter that a run has saved, as the bytes that training published: for a server that does not hold it."""
 
+import filecmp
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,53 +11,114 @@ import numpy as np
 
 from bridge.digest import digest
 from bridge.errors import ConfigError
-from bridge.protocol import AdapterLoaded, PublishAdapter, Status
+from bridge.protocol import AdapterLoaded, PublishAdapter, ServerStatus
 from trainer_env.config import TrainConfig
 from trainer_env.evaluation import best_adapter
 from trainer_env.runs.checkpoints import last_checkpoint, step_of
+from trainer_env.runs.run_reader import final_step, steps_taken
 from trainer_env.serving.server import Server
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def missing(server: Server, run_dir: Path, version: int, *, may_come: bool = False) -> Path | None:
-    """The folder of a version (-1: the newest) that the run has saved and that the server can still be given.
+@dataclass(frozen=True)
+class Saved:
+    """An adapter in the run's folder, and the optimizer step that it is served under."""
 
-    None: it holds it, or says that it does not when it is asked. may_come: the run trains. Without, a version that
-    nobody has is a ConfigError: the server would wait for it.
+    folder: Path
+    version: int
+
+
+def missing(
+    status: ServerStatus, run_dir: Path, version: int, *, may_come: bool = False, given: Saved | None = None
+) -> Saved | None:
+    """What the run has saved of a version (-1: the newest) and the server has yet to be given.
+
+    None: it holds it, or says that it does not when it is asked. may_come: the run trains, so only what is newer than
+    all that the server has can be given, and others may bring what is asked for. given: what the server last got of
+    this run's folder. One that is not newer takes the place of all that the server has: see `must_begin_anew`.
+    Raises ConfigError for a version that nobody has, for which the server would wait, and for the newest of a run that
+    has trained and saved nothing, for which the base model would answer.
     """
-    newest = server.ask(Status()).version
-    if version < 0:
-        checkpoint = last_checkpoint(run_dir / "checkpoints")
-        return checkpoint if checkpoint and step_of(checkpoint) > newest else None
-    if version <= newest:  # Versions rise: an older one would take the place of what is newer, and perhaps not saved.
-        return None
-    checkpoint = run_dir / "checkpoints" / f"checkpoint-{version}"
-    if step_of(checkpoint) == version:
-        return checkpoint
-    best = best_adapter.read(run_dir)
-    if best and best.version == version:
-        return run_dir / best_adapter.NAME
+    newest = status.version
     if may_come:
+        found = _checkpoint(run_dir, version)
+        return found if found and found.version > newest else None
+    if version < 0:
+        return _newest(run_dir, newest, given)
+    found = _best(run_dir)
+    if found is None or found.version != version:
+        found = _checkpoint(run_dir, version) or _final(run_dir, version)
+    if version > newest and not found:
+        raise ConfigError(
+            f"There is no adapter version {version}: the server's newest is {newest}, and the run has not saved that "
+            "one.",
+            remedy="Leave the version out for the newest.",
+        )
+    other = given and found and given.version == version and not _same(given, found)
+    return None if version in (0, *status.loaded) and not other else found
+
+
+def must_begin_anew(status: ServerStatus, saved: Saved) -> bool:
+    """Whether the server takes an adapter only as the first one of a new epoch: versions rise in one."""
+    return saved.version <= status.version
+
+
+def _newest(run_dir: Path, newest: int, given: Saved | None) -> Saved | None:
+    """The newest that was saved, unless the server has it or what came after it."""
+    best, recorded = _best(run_dir), steps_taken(run_dir)
+    saved = max(
+        filter(None, (_checkpoint(run_dir, -1), _final(run_dir, -1))), default=best, key=lambda found: found.version
+    )
+    if saved is None and recorded and not newest:
+        raise ConfigError(
+            f"Run {run_dir.name!r} has taken {recorded} optimizer steps, and no adapter of it is saved.",
+            why="It was ended before its first checkpoint: grpo.save_steps says how often there is one.",
+            remedy="Ask for the base model (version 'base', or --version base), or train it again with grpo.save_steps "
+            "set.",
+        )
+    if saved is None or saved.version > newest:
+        return saved
+    # What it serves may be the best adapter, of a step that a resumed run has yet to take again or has taken otherwise.
+    if best is None or best.version != newest or _same(saved, best):
         return None
-    raise ConfigError(
-        f"There is no adapter version {version}: the server's newest is {newest}, and the run has not saved that one.",
-        remedy="Leave the version out for the newest.",
+    serves_best = _same(given, best) if given and given.version == newest else newest > recorded
+    return saved if serves_best else None
+
+
+def _checkpoint(run_dir: Path, version: int) -> Saved | None:
+    folder = run_dir / "checkpoints"
+    found = last_checkpoint(folder) if version < 0 else folder / f"checkpoint-{version}"
+    return Saved(found, step_of(found)) if found and step_of(found) > 0 else None
+
+
+def _final(run_dir: Path, version: int) -> Saved | None:
+    """What training ended with."""
+    folder, step = run_dir / "adapter", final_step(run_dir)
+    whole = (folder / FILE).is_file() and (folder / CONFIG).is_file()
+    return Saved(folder, step) if whole and step and version in (-1, step) else None
+
+
+def _best(run_dir: Path) -> Saved | None:
+    folder, best = run_dir / best_adapter.NAME, best_adapter.read(run_dir)
+    return Saved(folder, best.version) if best and (folder / FILE).is_file() else None
+
+
+def _same(one: Saved, other: Saved) -> bool:
+    """Whether they are the same adapter: the best one may be a checkpoint's as well."""
+    return one == other or (
+        one.version == other.version and filecmp.cmp(one.folder / FILE, other.folder / FILE, shallow=False)
     )
 
 
-def publish(server: Server, folder: Path, run: TrainConfig) -> AdapterLoaded:
-    """Make the server serve a saved adapter under its step. folder: of a checkpoint, or best/.
-
-    Raises what the server answers.
-    """
-    payload = packed((folder / FILE).read_bytes(), run.publish_dtype)
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+def publish(server: Server, saved: Saved, run: TrainConfig) -> AdapterLoaded:
+    """Make the server serve a saved adapter under its step. Raises what the server answers."""
+    payload = packed((saved.folder / FILE).read_bytes(), run.publish_dtype)
+    config = json.loads((saved.folder / CONFIG).read_text(encoding="utf-8"))
     if config.get("use_rslora"):  # As training publishes it: a plain scaling, which both engines compute.
         config |= {"use_rslora": False, "lora_alpha": config["lora_alpha"] * math.sqrt(config["r"])}
-    best = best_adapter.read(folder.parent) if folder.name == best_adapter.NAME else None
     request = PublishAdapter(
-        version=best.version if best else step_of(folder),
+        version=saved.version,
         digest=digest(payload),
         adapter_config=config | {"inference_mode": True},
         deadline_s=run.rollout.publish_timeout_s,

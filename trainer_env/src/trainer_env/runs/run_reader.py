@@ -65,6 +65,17 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
+def steps_taken(folder: Path) -> int:
+    """Optimizer steps that the run has recorded."""
+    return max((metrics.step for metrics in _lines(folder / "metrics.jsonl", StepMetrics)[0]), default=0)
+
+
+def final_step(folder: Path) -> int:
+    """The optimizer steps behind adapter/; 0: not known."""
+    summary = _object(folder / "summary.json", Summary)
+    return summary.steps if summary else steps_taken(folder)
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")

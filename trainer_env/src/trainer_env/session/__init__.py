@@ -26,6 +26,7 @@ from trainer_env.sampling.prompts import fitting_early
 from trainer_env.serving import Serving
 from trainer_env.serving.server import Server
 from trainer_env.serving.server_process import versions
+from trainer_env.serving.turns import Turns
 from trainer_env.session import opening
 from trainer_env.session.asking import Asking
 from trainer_env.session.completing import Prompts, Version
@@ -377,10 +378,17 @@ class Session:
     def _connect(self) -> Server:
         with phase(self._serving, self._interrupts), timed("the server answers", self._shown):
             client = self._serving.connect()
-        self._asking = Asking(client, self._model, self.config, turns(self.placement, client, self._shown))
+        ours = turns(self.placement, client, self._shown)
+        self._asking = Asking(client, self._model, self.config, ours, self._held_anew)
         for line in for_people(client.welcome.http_url, client.welcome.metrics_url):
             self._shown.note(line)
         return client
+
+    def _held_anew(self) -> tuple[Server, Turns]:
+        """The server under another epoch. Raises what keeps it from answering; `_connected` goes on from there."""
+        with self._connecting:
+            client = self._serving.begin_anew()
+            return client, turns(self.placement, client, self._shown)
 
     def _asking_now(self) -> Asking:
         if self.placement.mode == "time-share" and self._training.locked():
