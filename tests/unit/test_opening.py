@@ -10,7 +10,7 @@ import pytest
 
 from bridge.errors import ConfigError
 from trainer_env import config
-from trainer_env.session import opening
+from trainer_env.session import Session, opening
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,7 +108,46 @@ def test_a_notebooks_server_waits_for_the_next_kernel(job, monkeypatch):
     assert opening.find("job.toml", ["server.keep_server_s=5"])[0].server["keep_server_s"] == 5
 
 
-def test_several_trainer_processes_need_the_command_line(job):
-    found = config.load(job, ["placement.trainer_ranks=2", "placement.mode=cpu"])
+RANKS = ["placement.trainer_ranks=2", "placement.mode=cpu"]
+
+
+class Opened:
+    """A session as far as opening goes."""
+
+    is_open = True
+
+    def __init__(self, found, placement, **how):
+        self.ranks = placement.ranks
+        self.how = how
+
+    def check(self):
+        pass
+
+    def start(self):
+        pass
+
+
+def opened(**how):
+    return opening.opened(Opened, None, RANKS, output_dir="runs", **how)  # type: ignore[type-var]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_open(monkeypatch):
+    monkeypatch.setattr(opening, "_opened", {})
+
+
+def test_a_run_that_trained_in_several_processes_can_be_asked_by_one(job):
+    made("old", *RANKS)
+    assert opened(run="old").ranks == 2
+
+
+def test_a_new_run_that_trains_in_several_processes_needs_the_command_line(job):
     with pytest.raises(ConfigError, match=r"2 processes(.|\n)*scripts/train\.py"):
-        opening.place_in_one_process(found, "job.toml")
+        opened(run="new")
+
+
+def test_by_hand_no_run_is_trained_on_in_several_processes(job):
+    found, source = opening.find("job.toml", [*RANKS, "grpo.per_device_train_batch_size=8"], run="old")
+    session = Session(found, opening.place(found, source), source=source, by_hand=True)
+    with pytest.raises(ConfigError, match=r"2 processes(.|\n)*--resume"):
+        session.train()

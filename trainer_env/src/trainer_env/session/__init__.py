@@ -249,6 +249,8 @@ class Session:
             self._training.release()
 
     def _trained(self, steps: int | None) -> Summary:
+        if self._by_hand:
+            opening.require_one_process(self.placement, self._source)
         self._require_open()
         config = self.config if steps is None else changed(self.config, [f"grpo.max_steps={steps}"], "train")
         if self._by_hand:

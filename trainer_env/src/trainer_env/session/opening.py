@@ -37,7 +37,10 @@ def opened(
     """A session that has started; see `Session.open`. One of the same run that is open in this process makes way."""
     found, source = find(config, overrides, run=run, output_dir=output_dir)
     folder = found.run_dir.resolve()
-    session = make(found, place_in_one_process(found, source), source=source, by_hand=True)
+    placement = place(found, source)
+    if not _has_begun(folder):  # A run that trained in several can still be asked, and says so when it is to go on.
+        require_one_process(placement, source)
+    session = make(found, placement, source=source, by_hand=True)
     session.check()
     if (earlier := _opened.pop(folder, None)) and earlier.is_open:  # Only now: a mistake costs nobody their server.
         earlier.make_way()
@@ -69,15 +72,17 @@ def _size(config: TrainConfig) -> ModelSize | None:
     return None if weights is None else ModelSize(weights, in_4bit=config.model.load_in_4bit)
 
 
-def place_in_one_process(config: TrainConfig, source: str) -> Placement:
-    """The same where there is one process, as in a notebook. Raises ConfigError."""
-    placement = place(config, source)
+def require_one_process(placement: Placement, source: str) -> None:
+    """Refuse to train by hand what trains in several processes. source: what errors call the config.
+
+    Raises ConfigError.
+    """
     if placement.ranks > 1:
         raise ConfigError(
             f"{source}: this run trains in {placement.ranks} processes, one a GPU, and here is one.",
-            remedy="Start it with scripts/train.py, or name one GPU: placement.trainer_gpus=[1].",
+            remedy="Train it with scripts/train.py (--resume RUN goes on with one), or name one GPU: "
+            "placement.trainer_gpus=[1].",
         )
-    return placement
 
 
 def find(
