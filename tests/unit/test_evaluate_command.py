@@ -10,6 +10,7 @@ import pytest
 from bridge.errors import ConfigError
 from trainer_env.commands import evaluate
 from trainer_env.evaluation import Answered
+from trainer_env.runs.finding import find_run
 from trainer_env.session import Session
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -44,8 +45,8 @@ def opened(monkeypatch):
             )
 
     @contextmanager
-    def attach(run, *overrides, output_dir):
-        calls.append((run, overrides, output_dir))
+    def attach(run, *overrides):
+        calls.append((run, overrides))
         yield Opened()
 
     monkeypatch.setattr(Session, "attach", attach)
@@ -55,7 +56,7 @@ def opened(monkeypatch):
 def test_without_options_it_is_the_last_adapter_as_the_config_says(adding, opened, capsys):
     assert evaluate.main(["adding"]) == 0
     assert opened == [
-        ("adding", (), str(adding.parent)),
+        (str(adding), ()),
         ("latest", None, None, None),
     ]
     assert "24 held-out examples, 1 answer each at temperature 0" in capsys.readouterr().out
@@ -76,12 +77,23 @@ def test_json_is_all_that_is_printed(adding, opened, capsys):
     assert evaluate.main(["adding", "--base", "--max-examples", "3", "--json"]) == 0
     base, last = json.loads(capsys.readouterr().out)
     assert opened == [
-        ("adding", ('tracking.display="none"',), str(adding.parent)),
+        (str(adding), ('tracking.display="none"',)),
         ("base", None, None, 3),
         ("latest", None, None, 3),
     ]
     assert (base["version"], base["reward_mean"], base["pass_at"]) == ("base", 0.25, {"1": 0.125})
     assert (last["version"], last["reward_mean"]) == ("last", 0.5)
+
+
+def test_the_run_that_is_named_is_the_one_that_is_opened_whatever_lies_here(adding, opened):
+    for other in ("adding", "elsewhere/adding"):
+        shutil.copytree(adding, other)
+    elsewhere = Path("elsewhere/adding").resolve()
+    assert evaluate.main(["elsewhere/adding"]) == evaluate.main(["adding", "--output-dir", "elsewhere"]) == 0
+    assert [call[0] for call in opened[::2]] == [str(elsewhere)] * 2
+    assert find_run("adding", Path("elsewhere")).resolve() == elsewhere
+    assert find_run("adding").resolve() == Path("adding").resolve()
+    assert find_run("./adding", Path("elsewhere")).resolve() == Path("adding").resolve()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     from trainer_env.session import Session
 
     quiet = ['tracking.display="none"'] if options.json else []
-    with Session.attach(run_dir.name, *quiet, output_dir=str(run_dir.parent)) as session:
+    with Session.attach(str(run_dir), *quiet) as session:
         found = {
             name: session.evaluate(
                 version=version, n=options.n, temperature=options.temperature, max_examples=options.max_examples

@@ -19,8 +19,11 @@ def add_output_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def find_run(name: str, runs: Path = RUNS) -> Path:
-    """The folder of a run. Raises ConfigError with the nearest name."""
-    for folder in (Path(name), runs / name):
+    """The folder of a run: a name stands for the one in `runs` where that was given. Raises ConfigError with the
+    nearest name.
+    """
+    bare = Path(name).name == name
+    for folder in (runs / name, Path(name)) if bare and runs != RUNS else (Path(name), runs / name):
         if (folder / CONFIG).is_file():
             return folder
     if Path(name).is_dir():
