@@ -104,9 +104,12 @@ def test_the_first_ratio_is_1_at_any_temperature(train, temperature):
     assert done.steps[0].ratio_mean == pytest.approx(1, abs=1e-3)
 
 
-def test_a_server_that_reports_other_logprobs_shows_in_the_ratio_and_is_warned_of(train, tiny):
+def test_a_server_that_reports_other_logprobs_shows_in_the_ratio_and_is_warned_of(train, tiny, monkeypatch):
+    noted = []
+    monkeypatch.setattr(Tracker, "note", lambda _, text: noted.append(text))
     with pytest.warns(SyncWarning, match=r"importance ratio of an on-policy batch is 0\.905"):
         done = train(WARN, server=HFServer(tiny, edit=shifted(0.1)))
+    assert any("do not compute the same policy" in text for text in noted)  # It stays, whatever the next step says.
     assert [step.proof for step in done.steps] == ["disagrees"] * 2
     assert [step.ratio_mean for step in done.steps] == pytest.approx([math.exp(-0.1)] * 2, abs=1e-3)
     assert [step.dlogp_mean_abs for step in done.steps] == pytest.approx([0.1] * 2, abs=1e-3)

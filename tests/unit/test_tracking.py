@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -374,6 +375,32 @@ def test_the_ending_names_the_best_adapter_and_why_training_ended(tmp_path):
     text = text_on(screen)
     assert f"0.70 at step 1, kept in {tmp_path / 'best'}" in text
     assert "early, after step 2: the held-out examples' reward got no better" in text
+
+
+def test_the_ending_says_in_how_many_steps_the_halves_disagreed(tmp_path):
+    for proofs, said in ((("agrees", "disagrees", "inconclusive"), "in 1 of 3 steps"), (("agrees",), None)):
+        screen = console()
+        run = Tracker(tmp_path / str(len(proofs)), 4, display=PlainLines(4, screen))
+        for step, proof in enumerate(proofs, 1):
+            run.step(metrics(step, proof=proof))
+        finish(run)
+        text = text_on(screen)
+        assert ("did not compute the same policy" in text) == (said is not None)
+        assert (said or "") in text
+
+
+def test_what_is_noted_in_a_cell_stays_whatever_is_evaluated_after_it(monkeypatch):
+    drawn = []
+    view = pytest.importorskip("trainer_env.display.notebook_view")
+    handle = SimpleNamespace(update=lambda html: drawn.append(html.data))
+    monkeypatch.setattr(view, "display", lambda *_, **__: handle)
+    display = view.NotebookView(9)
+    display.note("the halves disagree")
+    for step in range(1, 8):
+        display.step(metrics(step))
+        display.evaluation(Evaluation(phase="eval", step=step, reward_mean=0.5, examples=1, seconds=1))
+    assert "the halves disagree" in drawn[-1]
+    assert ("evaluation step 7" in drawn[-1], "evaluation step 1" in drawn[-1]) == (True, False)
 
 
 def test_the_comparison_shows_each_prompt_once():

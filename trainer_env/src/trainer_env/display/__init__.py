@@ -280,11 +280,14 @@ def ending(summary: Summary, run_dir: Path) -> list[tuple[str, str]]:
     """What a run came to and where it lies: names and texts."""
     best = f"{number(summary.best_reward)} at step {summary.best_step}, kept in {run_dir / 'best'}"
     early = f"early, after step {summary.steps}: the held-out examples' reward got no better"
+    disagree = summary.proof.get("disagrees", 0)
+    proof = f"trainer and server did not compute the same policy in {disagree} of {sum(summary.proof.values())} steps"
     return [
         ("reward", f"{number(summary.reward_first4)} (first 4 steps) → {number(summary.reward_last4)} (last 4 steps)"),
         ("held out", f"{number(summary.eval_before)} → {number(summary.eval_after)}"),
         *([] if summary.best_step is None else [("best", best)]),
         *([("ended", early)] if summary.stopped_early else []),
+        *([("proof", proof)] if disagree else []),
         ("time", f"{duration(summary.wall_s)} for {summary.steps} steps on {summary.backend}, {summary.placement}"),
         ("plot", str(run_dir / "reward.png")),
         ("adapter", summary.adapter or "none was made"),

@@ -29,7 +29,8 @@ class NotebookView:
         self._seconds_left: float | None = None
         self._steps: list[StepMetrics] = []
         self._evaluations: list[Evaluation] = []
-        self._notes: deque[str] = deque(maxlen=4)
+        self._notes: list[str] = []
+        self._evaluated: deque[str] = deque(maxlen=4)
         self._status = ""
         self._end = ""
         self._handle: DisplayHandle | None = display(HTML(self._drawn()), display_id=True)
@@ -55,7 +56,7 @@ class NotebookView:
     def evaluation(self, record: Evaluation) -> None:
         """A point of its own."""
         self._evaluations.append(record)
-        self._notes.append(evaluation_line(record))
+        self._evaluated.append(evaluation_line(record))
         self._left.start()
         self._draw()
 
@@ -78,7 +79,8 @@ class NotebookView:
         left = "" if self._seconds_left is None else f", {duration(self._seconds_left)} left"
         foot = f"step {done} of {self._total}, {duration(time.monotonic() - self._started)} passed{left}"
         parts = [drawn(self._steps, self._evaluations, self._total) if self._steps else "", steps_table(self._steps)]
-        parts += [f"<div>{escape(line)}</div>" for line in (*self._notes, foot, self._status) if line]
+        lines = (*self._notes, *self._evaluated, foot, self._status)
+        parts += [f"<div>{escape(line)}</div>" for line in lines if line]
         return "".join([*parts, self._end])
 
 

@@ -34,8 +34,8 @@ class SyncWarning(UserWarning):
 class Prover:
     """Observes rollouts (see `rollouts.Observer`) and steps. `scorer` is to be set before the first of them.
 
-    model: a PeftModel, unwrapped. folder: of the run, where the probe lies. tell: says something to people.
-    publish_dtype: as of the adapters. timeout_s: for an answer of the server.
+    model: a PeftModel, unwrapped. folder: of the run, where the probe lies. tell: says something to people, for as long
+    as the run lasts. publish_dtype: as of the adapters. timeout_s: for an answer of the server.
     """
 
     scorer: Scorer

@@ -201,7 +201,7 @@ def build_trainer(
         policy.model,
         config.run_dir,
         on_mismatch=config.rollout.on_sync_mismatch,
-        tell=tracker.status if tracker else lambda _: None,
+        tell=tracker.note if tracker else lambda _: None,
         publish_dtype=config.publish_dtype,
         timeout_s=config.rollout.timeout_s,
     )
