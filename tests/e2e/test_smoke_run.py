@@ -14,6 +14,7 @@ FIELDS = [
     *("step", "version", "staleness", "reward_mean", "reward_std", "loss", "learning_rate", "ratio_mean"),
     *("dlogp_mean_abs", "grad_norm", "completion_length", "rollout_s", "train_s", "publish_ms", "load_ms", "proof"),
     *("proof_ms", "overlap", "sleep_s", "wake_s", "freed_bytes", "generated_tokens", "generated_tokens_per_s"),
+    "wall_s",
 ]
 SUMMARY_FIELDS = [
     *("backend", "placement", "steps", "reward_first4", "reward_last4", "eval_before", "eval_after", "wall_s"),

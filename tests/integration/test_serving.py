@@ -505,6 +505,7 @@ def test_a_server_that_is_killed_costs_nothing_but_time(lab, monkeypatch):
     assert [entry["name"] for entry in lab.journal("load")] == ["policy-v000004", "policy-v000005", "policy-v000005"]
     assert lab.publish(it, 6).version == 6
     assert it.restarts() == 1
+    assert it.restarts() == 0  # Since then.
 
 
 def test_a_publish_that_was_under_way_is_done_after_the_one_before_it(lab):

@@ -12,7 +12,7 @@ import pytest
 from trainer.killed_run import LIVES
 
 STEPS = 6
-TIMES = {"rollout_s", "train_s", "publish_ms", "proof_ms", "generated_tokens_per_s"}
+TIMES = {"rollout_s", "train_s", "publish_ms", "proof_ms", "generated_tokens_per_s", "wall_s"}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from trainer_env.config import EvaluationConfig
 from trainer_env.display import LiveTable, PlainLines, Silent, TimeLeft, comparison, duration, open_display
 from trainer_env.display.plot import moving_mean, plot_rewards
 from trainer_env.evaluation import best_adapter
+from trainer_env.runs import tracking
 from trainer_env.runs.jsonl import JsonLines, write_atomically
 from trainer_env.runs.records import Best, Evaluation, Phase, Sample, StepMetrics
 from trainer_env.runs.tracking import Tracker, spread
@@ -26,7 +27,7 @@ from trainer_env.runs.tracking import Tracker, spread
 FIELDS = """
     step version staleness reward_mean reward_std loss learning_rate ratio_mean dlogp_mean_abs grad_norm
     completion_length rollout_s train_s publish_ms load_ms proof proof_ms overlap sleep_s wake_s
-    freed_bytes generated_tokens generated_tokens_per_s
+    freed_bytes generated_tokens generated_tokens_per_s wall_s
 """
 SUMMARY = """
     backend placement steps reward_first4 reward_last4 eval_before eval_after wall_s adapter restarts
@@ -188,6 +189,28 @@ def test_resume_takes_back_the_patience_that_came_after_the_checkpoint_and_no_ad
     summary = finish(back)
     assert (summary.best_step, summary.best_reward) == (3, 0.6)  # Of the step 3 that was taken first.
     assert best_adapter.read(tmp_path) == Best(step=3, reward_mean=0.6, version=3)
+
+
+def test_time_and_restarts_are_those_of_all_processes(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(tracking, "time", SimpleNamespace(monotonic=lambda: now))
+    first = tracker(tmp_path)
+    for step in (1, 2, 3):
+        now += 100
+        first.step(metrics(step))
+    first.close()  # It was killed later in step 4, and the last checkpoint is of step 2.
+    now += 1000
+    second = tracker(tmp_path, resume_step=2)
+    now += 50
+    second.step(metrics(3))
+    now += 5
+    assert (finish(second).wall_s, finish(second).restarts) == (355, 1)
+    second.close()
+    third = tracker(tmp_path, resume_step=3)
+    now += 20
+    third.step(metrics(4))
+    assert [step.wall_s for step in third.steps] == [100, 200, 350, 375]
+    assert (finish(third).wall_s, finish(third).restarts) == (375, 2)
 
 
 def test_resume_from_the_end_measures_the_end_again(tmp_path):

@@ -8,8 +8,8 @@ import msgspec
 
 from bridge.errors import ConfigError
 from trainer_env.evaluation import best_adapter
-from trainer_env.runs.records import Evaluation, StepMetrics, Summary
-from trainer_env.runs.run_reader import final_step
+from trainer_env.runs.records import Evaluation, StepMetrics
+from trainer_env.runs.run_reader import final_step, summary_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -85,7 +85,7 @@ def _best(run_dir: Path) -> Origin:
             return origin
         # The run was resumed and took that step again: what it recorded then is of another adapter.
         return msgspec.structs.replace(origin, reward=None, held_out=known.reward_mean)
-    summary = _summary(run_dir)
+    summary = summary_of(run_dir)
     evaluated = [record for record in _lines(run_dir / "evaluations.jsonl", Evaluation) if record.step > 0]
     best = max(evaluated, key=lambda record: record.reward_mean, default=None)
     step = summary.best_step if summary and summary.best_step is not None else best.step if best else None
@@ -120,13 +120,6 @@ def _is_adapter(folder: Path) -> bool:
 def _what_there_is(run_dir: Path) -> str:
     names = [name for name, folder in (("last", "adapter"), ("best", "best")) if _is_adapter(run_dir / folder)]
     return ", ".join([*names, *map(str, sorted(_checkpoints(run_dir)))]) or "none"
-
-
-def _summary(run_dir: Path) -> Summary | None:
-    try:
-        return msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
-    except (FileNotFoundError, msgspec.MsgspecError):
-        return None
 
 
 def _lines(path: Path, type_: type[T]) -> Iterator[T]:

@@ -47,6 +47,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled for this step's batch, by all trainer processes."""
     generated_tokens_per_s: float | None = None
     """The same by the seconds that the server took to sample them, waited for or not: how fast it samples."""
+    wall_s: float | None = None
+    """What the run has taken until then; see Summary.wall_s."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,9 +105,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     eval_before: float | None
     eval_after: float | None
     wall_s: float
-    """Seconds of the process that ended the run."""
+    """Of training, evaluations among it, in all processes that the run has had. Of one that was killed: until its last
+    step, also of steps that were taken again.
+    """
     adapter: str | None
     restarts: int
+    """Of engines and servers, under all trainers of the run that came to an end; what a killed one saw is not known."""
     best_step: int | None = None
     """Of the adapter in best/."""
     best_reward: float | None = None

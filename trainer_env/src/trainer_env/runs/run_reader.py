@@ -55,7 +55,7 @@ def read_run(folder: Path) -> RunFiles:
         steps=[steps[step] for step in sorted(steps)],
         evaluations=records("evaluations.jsonl", Evaluation),
         samples=records("samples.jsonl", Sample),
-        summary=_object(folder / "summary.json", Summary),
+        summary=summary_of(folder),
         config_text=config_text,
         config=_toml(config_text),
         placement=_object(folder / "placement.json", dict) or {},
@@ -72,8 +72,13 @@ def steps_taken(folder: Path) -> int:
 
 def final_step(folder: Path) -> int:
     """The optimizer steps behind adapter/; 0: not known."""
-    summary = _object(folder / "summary.json", Summary)
+    summary = summary_of(folder)
     return summary.steps if summary else steps_taken(folder)
+
+
+def summary_of(folder: Path) -> Summary | None:
+    """What its last trainer that came to an end wrote."""
+    return _object(folder / "summary.json", Summary)
 
 
 def _text(path: Path) -> str:

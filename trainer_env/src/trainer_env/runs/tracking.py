@@ -16,6 +16,7 @@ from trainer_env.evaluation import best_adapter
 from trainer_env.evaluation.held_out import HeldOut
 from trainer_env.runs.jsonl import JsonLines, write_atomically
 from trainer_env.runs.records import Evaluation, Phase, Sample, StepMetrics, Summary
+from trainer_env.runs.run_reader import summary_of
 
 KEPT_ANSWERS = 256
 """Up to so many answers of one evaluation are kept in samples.jsonl; of more, the first to each example."""
@@ -62,13 +63,19 @@ class Tracker:
         self._metrics_file = JsonLines(run_dir / "metrics.jsonl", StepMetrics)
         self._samples_file = JsonLines(run_dir / "samples.jsonl", Sample)
         self._evaluations_file = JsonLines(run_dir / "evaluations.jsonl", Evaluation)
-        if resume_step is None and self._metrics_file.read():
+        recorded = self._metrics_file.read()
+        if resume_step is None and recorded:
             raise ConfigError(
                 f"{run_dir} already holds a run.",
                 remedy=f"Go on with it: --resume {run_dir.name}; or start another one with --run NAME.",
             )
         last = resume_step or 0
-        self.steps = [metrics for metrics in self._metrics_file.read() if metrics.step <= last]
+        summary = summary_of(run_dir) if resume_step is not None else None
+        self._earlier_s = max(metrics.wall_s or 0.0 for metrics in recorded) if recorded else 0.0
+        if summary:
+            self._earlier_s = max(self._earlier_s, summary.wall_s)
+        self._earlier_restarts = summary.restarts if summary else 0
+        self.steps = [metrics for metrics in recorded if metrics.step <= last]
         self.evaluations = [item for item in self._evaluations_file.read() if _still_holds(item, last, resume_step)]
         self.samples = [item for item in self._samples_file.read() if _still_holds(item, last, resume_step)]
         self._metrics_file.keep(self.steps)
@@ -95,6 +102,7 @@ class Tracker:
 
     def step(self, metrics: StepMetrics, samples: Sequence[Sample] = ()) -> None:
         """Record an optimizer step, and of its samples a few from the worst to the best."""
+        metrics = msgspec.structs.replace(metrics, wall_s=self._wall_s())
         self._metrics_file.append(metrics)
         self.steps.append(metrics)
         self._keep_samples(spread(samples, self._samples_per_step))
@@ -137,7 +145,7 @@ class Tracker:
     def finish(self, *, backend: str, placement: str, adapter: Path | None, restarts: int = 0) -> Summary:
         """Write summary.json and reward.png, show samples from before and after, and say where everything is.
 
-        placement: the mode. adapter: the folder of the final adapter. restarts: of the engine.
+        placement: the mode. adapter: the folder of the final adapter. restarts: in this process's time.
         """
         rewards = [metrics.reward_mean for metrics in self.steps if metrics.reward_mean is not None]
         steps, best = self.steps[-1].step if self.steps else 0, self.held_out.best
@@ -149,9 +157,9 @@ class Tracker:
             reward_last4=statistics.fmean(rewards[-4:]) if rewards else None,
             eval_before=self._eval_reward("eval_before"),
             eval_after=self._eval_reward("eval_after"),
-            wall_s=round(time.monotonic() - self._started, 3),
+            wall_s=self._wall_s(),
             adapter=str(adapter) if adapter else None,
-            restarts=restarts,
+            restarts=self._earlier_restarts + restarts,
             best_step=best.step if best else None,
             best_reward=best.reward_mean if best else None,
             stopped_early=self.held_out.enough and steps < self._total_steps,
@@ -174,6 +182,10 @@ class Tracker:
         self.display.close()
         for file in (self._metrics_file, self._samples_file, self._evaluations_file):
             file.close()
+
+    def _wall_s(self) -> float:
+        """What the run has taken so far, in all its processes."""
+        return round(self._earlier_s + time.monotonic() - self._started, 3)
 
     def _report(self) -> None:
         if self._reporter:

@@ -49,6 +49,7 @@ class Serving:
         self._in_a_row = 0
         self._version = 0
         self._past_restarts = 0
+        self._told_restarts = 0
         self._engine_restarts = 0
 
     @property
@@ -124,8 +125,12 @@ class Serving:
         return self.client
 
     def restarts(self) -> int:
-        """How often an engine or a tandem-server was started again in this run's time with them."""
-        return self._past_restarts + self.client.ask(p.Status()).restarts
+        """How often an engine or a tandem-server was started again since this was last asked; first: in the run's time
+        with them.
+        """
+        known = self._past_restarts + self.client.ask(p.Status()).restarts
+        new, self._told_restarts = known - self._told_restarts, known
+        return new
 
     def died(self) -> BridgeError | None:
         """Why the server ended; None while it lives."""
