@@ -42,6 +42,12 @@ def test_what_is_no_prompt_is_shown(prompts):
         as_prompts(prompts, DataConfig())
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_prompt_that_was_cut_within_a_character_is_refused(chat):
+    with pytest.raises(ConfigError, match="The prompt: half of a surrogate pair"):
+        as_prompts("What\ud83d", DataConfig(chat=chat))
+
+
 def test_one_message_is_no_conversation():
     message: Any = USER
     with pytest.raises(ConfigError, match="got one message"):

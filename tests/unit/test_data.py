@@ -158,6 +158,15 @@ def test_a_missing_column_names_those_that_exist(tmp_path):
         ([{"prompt": "a", "answer": []}], {}, "expected text, a number or a list of them, got []"),
         ([{"prompt": "a", "answer": ["b", None]}], {}, "expected text, a number or a list of them, got ['b', None]"),
         ([{"a": {"b": 1}, "answer": 1}], {"prompt_template": "{a[c]}"}, "row 1: data.prompt_template does not fit"),
+        (
+            [{"prompt": "a", "answer": 1}, {"prompt": "ab\ud83d", "answer": 1}],
+            {},
+            r"row 2: column 'prompt': half of a surrogate pair, '\ud83d', at character 3",
+        ),
+        ([{"prompt": "a\ud83d", "answer": 1}], {"chat": False}, "row 1: column 'prompt': half of a surrogate pair"),
+        ([{"prompt": user("\udc00"), "answer": 1}], {}, "row 1: column 'prompt': half of a surrogate pair"),
+        ([{"prompt": "a", "answer": "\ud83d"}], {}, "row 1: column 'answer': half of a surrogate pair"),
+        ([{"prompt": "a", "answer": ["b", "\ud83d"]}], {}, "row 1: column 'answer': half of a surrogate pair"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, rows, settings, expected):

@@ -90,6 +90,21 @@ def load(config: DataConfig, seed: int) -> Data:
     return Data(train[: config.max_examples or None], evaluation)
 
 
+def require_whole_characters(text: str, where: str) -> None:
+    """Refuse text that is none: JSON can write half of a surrogate pair, which nothing can encode. where: for people.
+
+    Raises ConfigError.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where}: half of a surrogate pair, {text[error.start]!a}, at character {error.start + 1}.",
+            why="Text that was cut between two \\u escapes of one character ends, or begins, with such a half.",
+            remedy="Mend the text, or remove it.",
+        ) from None
+
+
 def _check_eval_split(config: DataConfig) -> None:
     split = config.eval_split
     if config.source.startswith(BUILTIN):
@@ -159,6 +174,7 @@ def _formatted(template: str, row: Row, where: str) -> str:
 
 def _prompt(config: DataConfig, value: Any, where: str) -> Prompt:
     if isinstance(value, str) and value.strip():
+        require_whole_characters(value, where)
         if not config.chat:
             return value
         messages = [{"role": "user", "content": value}]
@@ -182,6 +198,7 @@ def _message(item: Any, where: str) -> Message:
                     f"{where}: a message has the role {role!r:.80}; expected one of {', '.join(ROLES)}.",
                     remedy=f"Did you mean {near!r}?" if near else "",
                 )
+            require_whole_characters(content, where)
             return {"role": role, "content": content}
     raise ConfigError(f"{where}: expected a message with a role and a text content, got {item!r:.80}.")
 
@@ -197,6 +214,8 @@ def _answer(config: DataConfig, row: Mapping[str, Any], where: str) -> Answer:
             f"{where}: column {config.answer_column!r}: expected text, a number or a list of them, got {value!r:.80}.",
             remedy='Set data.answer_column = "" and let a reward of your own read the column by its name.',
         )
+    for item in known:
+        require_whole_characters(item, f"{where}: column {config.answer_column!r}")
     return known if isinstance(value, list) else known[0]
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from bridge.errors import ConfigError
 from trainer_env.config import DataConfig
-from trainer_env.data import Prompt
+from trainer_env.data import Prompt, require_whole_characters
 from trainer_env.sampling.sampler import Sampler
 
 Version = Literal["latest", "base"] | int
@@ -87,6 +87,7 @@ def _is_conversation(prompt: Any) -> bool:
 
 def _as_prompt(prompt: Any, data: DataConfig) -> Prompt:
     if isinstance(prompt, str) and not data.chat:
+        require_whole_characters(prompt, "The prompt")
         return prompt
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -94,6 +95,8 @@ def _as_prompt(prompt: Any, data: DataConfig) -> Prompt:
         raise ConfigError(
             f"Expected a prompt as text or as a list of messages with a role and a content, got {prompt!r:.120}."
         )
+    for message in prompt:
+        require_whole_characters(str(message["content"]), "The prompt")
     if data.system_prompt and prompt[0]["role"] != "system":
         return [{"role": "system", "content": data.system_prompt}, *prompt]
     return list(prompt)
