@@ -13,13 +13,14 @@ import pytest
 from bridge.errors import ConfigError
 from report_runs import PLACEMENT, evaluate, metrics, sample, write_run
 from trainer_env import cli, config
+from trainer_env.config.toml_writer import write_toml
 from trainer_env.report import page, run_labels, thinning
 from trainer_env.report.report_data import differing, overview, run_data, visible
 from trainer_env.runs.environment_record import write_environment
 from trainer_env.runs.finding import find_run
 from trainer_env.runs.records import StepMetrics
 from trainer_env.runs.run_folder import RunLock
-from trainer_env.runs.run_reader import read_run
+from trainer_env.runs.run_reader import RunFiles, read_run
 from trainer_env.runs.tracking import Tracker
 
 HOSTILE = "</script><script>alert(1)</script><!--\x1b[2J\u202egpj.exe\x00\u2028"
@@ -222,6 +223,38 @@ def test_keys_do_not_leave_the_config(tmp_path):
     two = Parsed(content).data()["runs"][1]["config"]
     assert tomllib.loads(two)["rewards"][0]["args"] == {"api_key": "(left out of the report)"}
     assert tomllib.loads(two)["vllm"] == {"max_num_batched_tokens": 64}
+
+
+def test_keys_in_any_spelling_in_headers_variables_and_addresses_stay_behind(tmp_path):
+    judge = {
+        "base_url": "https://someone:KEY@host/v1?model=x&api_key=KEY",
+        "headers": {"Authorization": "Bearer KEY", "x-api-key": "KEY", "accept": "application/json"},
+        "openaiApiKey": "KEY",
+        "aws_access_key_id": "KEY",
+        "private_key": ["KEY"],
+        "credentials": {"user": "KEY", "number": 3},
+        "stop": "https://host/a@b?tokens=9",
+    }
+    settings = {
+        "data": {"source": "https://KEY@host/rows.jsonl"},
+        "rewards": [{"function": "llm_judge", "args": judge}],
+        "server": {"engine_env": {"HTTPS_PROXY": "http://KEY:KEY@proxy", "HF_TOKEN": "KEY", "MODE": "KEY"}, "port": 5},
+    }
+    runs = [
+        RunFiles(name=name, path=tmp_path / name, config=found, config_text=write_toml(found))
+        for name, found in (("one", settings), ("two", {"rewards": []}))
+    ]
+    content = page(runs)
+    assert b"KEY" not in content
+    hidden = "(left out of the report)"
+    shown = tomllib.loads(Parsed(content).data()["runs"][0]["config"])
+    assert shown["server"] == {"engine_env": dict.fromkeys(("HTTPS_PROXY", "HF_TOKEN", "MODE"), hidden), "port": 5}
+    assert shown["data"]["source"] == f"https://{hidden}@host/rows.jsonl"
+    args = shown["rewards"][0]["args"]
+    assert args["base_url"] == f"https://{hidden}@host/v1?model=x&api_key={hidden}"
+    assert args["headers"] == {"Authorization": hidden, "x-api-key": hidden, "accept": "application/json"}
+    assert args["credentials"] == {"user": hidden, "number": 3}
+    assert args["stop"] == judge["stop"]
 
 
 def test_a_thousand_steps_stay_small_and_the_page_says_what_is_left_out(tmp_path):

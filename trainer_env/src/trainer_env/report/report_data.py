@@ -16,7 +16,15 @@ from trainer_env.runs.run_reader import RunFiles
 
 _NAMES = ("run", "output_dir")
 """Settings that differ between any two runs."""
-_SECRET = re.compile(r"(^|_)(api_?key|password|secret|token|credentials?)$", re.IGNORECASE)
+_KEY = r"(api|access|account|auth|encryption|private|secret|signing|ssh)[_-]?key([_-]?id)?"
+_SECRET = re.compile(
+    rf"({_KEY}|pass(word|wd|phrase)?|secret|token|credentials?|authori[sz]ation|bearer|cookie)$", re.IGNORECASE
+)
+"""Names of what is nobody else's business, in any spelling: also of variables, headers and parts of an address."""
+_VARIABLES = "engine_env"
+"""Of an engine's variables none is shown: which of them are secret is the engine's to know."""
+_IN_ADDRESS = re.compile(r"(?<=://)[^/\s]*(?=@)")
+_PARAMETER = re.compile(r"(?<=[?&])([^=&\s]+)=([^&\s#]+)")
 _HIDDEN = "(left out of the report)"
 _UNSEEN = {
     **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"},
@@ -166,7 +174,7 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return visible(value) if isinstance(value, str) else value
+    return visible(_without_secrets(value)) if isinstance(value, str) else value
 
 
 def _seconds(metrics: StepMetrics) -> float:
@@ -180,9 +188,20 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _without_secrets(value: Any, key: str = "") -> Any:
+def _without_secrets(value: Any, key: str = "", *, hidden: bool = False) -> Any:
+    """A setting, with another text for each that looks secret. hidden: it is part of one that does."""
+    hidden = hidden or key == _VARIABLES or _SECRET.search(key) is not None
     if isinstance(value, Mapping):
-        return {name: _without_secrets(item, name) for name, item in value.items()}
+        return {name: _without_secrets(item, name, hidden=hidden) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_secrets(item, key) for item in value]
-    return _HIDDEN if isinstance(value, str) and value and _SECRET.search(key) else value
+        return [_without_secrets(item, key, hidden=hidden) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if hidden:
+        return _HIDDEN
+    return _PARAMETER.sub(_without_a_secret, _IN_ADDRESS.sub(_HIDDEN, value))
+
+
+def _without_a_secret(parameter: re.Match[str]) -> str:
+    name = parameter[1]
+    return f"{name}={_HIDDEN}" if _SECRET.search(name) else parameter[0]
