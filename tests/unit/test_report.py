@@ -317,6 +317,25 @@ def test_a_very_long_run_has_fewer_points():
     assert note == "Of 10,001 steps every 3rd is shown."
 
 
+def test_of_a_very_long_run_each_step_in_which_the_halves_disagreed_is_kept():
+    steps = [
+        StepMetrics(step=step, version=step, proof="disagrees" if step in (5000, 5003) else "agrees")
+        for step in range(1, 10_002)
+    ]
+    kept, note = thinning.thinned_steps(steps)
+    numbers = [one.step for one in kept]
+    assert [one.step for one in kept if one.proof == "disagrees"] == [5000, 5003]
+    assert numbers == sorted({*range(1, 10_002, 3), 5000, 5003, 10_001})
+    assert note == "Of 10,001 steps every 3rd is shown, and each in which trainer and server disagreed."
+
+
+def test_a_very_long_run_that_disagrees_in_all_steps_stays_small():
+    steps = [StepMetrics(step=step, version=step, proof="disagrees") for step in range(1, 10_002)]
+    kept, note = thinning.thinned_steps(steps)
+    assert len(kept) < 2 * thinning.MOST_STEPS
+    assert note.endswith("and 3,335 of the 10,001 in which trainer and server disagreed.")
+
+
 def test_a_run_is_found_by_its_name_and_by_its_path(tmp_path, monkeypatch):
     write_run(tmp_path / "runs" / "adding", steps=1)
     monkeypatch.chdir(tmp_path)

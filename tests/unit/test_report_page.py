@@ -297,6 +297,23 @@ def test_a_thousand_steps_are_drawn_and_read_out(show, tmp_path):
     assert chart(shown, "reward").locator(".tip b").inner_text() == "Step 1,000"
 
 
+def test_the_verdicts_of_a_long_run_are_counted_over_all_its_steps(show, tmp_path):
+    folder = tmp_path / "long"
+    run = Tracker(folder, 9000, display="none")
+    run._metrics_file.keep(
+        [
+            StepMetrics(step=step, version=step, reward_mean=0.5, proof="disagrees" if step == 5000 else "agrees")
+            for step in range(1, 9001)
+        ]
+    )
+    run.close()
+    shown = show(folder)
+    assert [path.count("Z") for path in paths(shown, "proof", "disagrees")] == [1]
+    legend = chart(shown, "proof").inner_text()
+    assert "agrees 8,999" in legend or "agrees 8999" in legend
+    assert "disagrees 1" in legend
+
+
 def test_it_is_dark_for_those_who_like_it_and_fits_a_telephone(show, run):
     def ground(shown):
         return shown.evaluate("() => getComputedStyle(document.body).backgroundColor")

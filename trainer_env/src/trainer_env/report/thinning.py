@@ -21,11 +21,23 @@ _RECORD_BYTES = 200
 
 
 def thinned_steps(steps: Sequence[StepMetrics]) -> tuple[Sequence[StepMetrics], str]:
-    """Steps at even distances, the first and the last among them, and what to say of it."""
+    """Steps at even distances, the first and the last among them, and those in which the halves disagreed; and what to
+    say of it.
+    """
     every = -(-len(steps) // MOST_STEPS)
     if every < 2:
         return steps, ""
-    return _each(steps, every), f"Of {len(steps):,} steps every {_th(every)} is shown."
+    kept = _each(steps, every)
+    disagreed = [metrics for metrics in steps if metrics.proof == "disagrees"]
+    some = _each(disagreed, _pace(len(disagreed), MOST_STEPS)) if disagreed else []
+    if not some:
+        return kept, f"Of {len(steps):,} steps every {_th(every)} is shown."
+    each = "each" if len(some) == len(disagreed) else f"{len(some):,} of the {len(disagreed):,}"
+    shown = {metrics.step: metrics for metrics in (*kept, *some)}
+    return (
+        [shown[step] for step in sorted(shown)],
+        f"Of {len(steps):,} steps every {_th(every)} is shown, and {each} in which trainer and server disagreed.",
+    )
 
 
 def thinned(samples: Sequence[Sample], most_bytes: int) -> tuple[list[Sample], str]:

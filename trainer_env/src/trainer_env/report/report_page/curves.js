@@ -56,7 +56,7 @@ function proofChart() {
     const ys = column(run, "proof");
     return has(ys) ? [{ run: index, label: "", kind: "strip", xs: run.columns.step, ys }] : [];
   });
-  const count = (verdict) => series.reduce((sum, one) => sum + one.ys.filter((value) => value === verdict).length, 0);
+  const count = (verdict) => runs.reduce((sum, run) => sum + (run.overview.proof[verdict] || 0), 0); // Of all steps, drawn or not.
   return { id: "proof", kind: "strip", title: "Proof of sync", unit: "verdict on the version that sampled", wide: true, series, keys: Object.keys(VERDICTS).map((verdict) => [`${verdict} ${count(verdict)}`, verdict, "bar"]) };
 }
 
