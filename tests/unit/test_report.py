@@ -6,6 +6,7 @@ import re
 import tomllib
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -377,6 +378,12 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     for folder in ("a", "b"):
         write_run(tmp_path / folder / "adding", steps=1)
     assert run_labels([read_run(tmp_path / folder / "adding") for folder in ("a", "b")]) == ["a/adding", "b/adding"]
+
+
+def test_runs_of_one_name_in_folders_of_one_name_are_told_apart():
+    paths = [Path(path) for path in ("/a/runs/x", "/b/runs/x", "/c/r/x", "/a/b/runs/x", "/runs/x", "/a/runs/y")]
+    labels = run_labels([RunFiles(name=path.name, path=path) for path in paths])
+    assert labels == ["a/runs/x", "/b/runs/x", "r/x", "a/b/runs/x", "/runs/x", "y"]
 
 
 def test_a_runs_environment_is_written_down(tmp_path):

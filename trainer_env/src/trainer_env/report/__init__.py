@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import html
-from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -68,9 +67,19 @@ def page(runs: Sequence[RunFiles]) -> bytes:
 
 
 def run_labels(runs: Sequence[RunFiles]) -> list[str]:
-    """What to call each run: its name, and more of its path where two have the same."""
-    names = Counter(run.name for run in runs)
-    return [run.name if names[run.name] == 1 else f"{run.path.parent.name}/{run.name}" for run in runs]
+    """What to call each run: its name, and of its path as much before that as tells it from those of the same name."""
+    return [_label(run, [other for other in runs if other.name == run.name]) for run in runs]
+
+
+def _label(run: RunFiles, alike: Sequence[RunFiles]) -> str:
+    """alike: the runs of that name, itself among them."""
+    if len(alike) == 1:
+        return run.name
+    before = run.path.parent.parts
+    for count in range(1, len(before)):
+        if sum(other.path.parent.parts[-count:] == before[-count:] for other in alike) == 1:
+            return "/".join((*before[-count:], run.name))
+    return str(run.path)
 
 
 def _part(name: str) -> str:
