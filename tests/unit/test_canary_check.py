@@ -63,7 +63,7 @@ class Process:
     async def stop(self):
         self.stops += 1
 
-    def failure(self, what):
+    def failure(self, what, _remedy=""):
         return EngineFailed(what)
 
 
@@ -77,6 +77,9 @@ class Observer:
         self.lives += 1
         if self.lives > 1:
             await self.check.require_the_same(engine, alone=True)
+
+    async def engine_needed(self):
+        return False
 
     def engine_died(self, error):
         pass
