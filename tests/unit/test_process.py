@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -384,6 +385,27 @@ async def test_an_owner_that_ends_without_a_stop_ends_the_whole_family(family, h
         assert owner.stdin
         owner.stdin.close()
         await family.gone()
+
+
+@pytest.fixture
+def many_open_files():
+    """More open descriptors than select can watch."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this machine allows no more than 2048 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for descriptor in held:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_an_owner_with_thousands_of_open_files_starts_and_ends_a_family(family, many_open_files):
+    assert await (await family.python("raise SystemExit(7)")).wait() == 7
+    process = await family.start("deaf", "session")
+    assert await process.stop(0.2) == "killed"
+    assert process.returncode == -signal.SIGKILL
 
 
 async def test_an_innocent_process_with_the_same_command_line_survives(family, tmp_path):

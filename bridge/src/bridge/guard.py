@@ -107,6 +107,14 @@ def send(pids: Iterable[int], signum: int, root: int) -> None:
             os.close(handle)
 
 
+def _readable(descriptors: Iterable[int], seconds: float | None = None) -> set[int]:
+    """Those of some descriptors that can be read, or are at their end; none when seconds pass before."""
+    poller = select.poll()  # Takes any number: the line has the one that it had in its owner, who may hold thousands.
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poller.poll(None if seconds is None else seconds * 1000)}
+
+
 class Guard:
     """One command, its family, and the line to its owner."""
 
@@ -157,11 +165,11 @@ class Guard:
         """Stay until the command ends by itself, somebody asks for its end, or the owner is gone."""
         while self._returncode is None and not self._told_to_end:
             assert self._line
-            readable, _, _ = select.select([self._line, wake_read], [], [])
+            readable = _readable([self._line.fileno(), wake_read])
             if wake_read in readable:
                 os.read(wake_read, 4096)
                 self._reap()
-            if self._line in readable:
+            if self._line.fileno() in readable:
                 return self._hear()
         return Grace()
 
@@ -220,8 +228,7 @@ class Guard:
         if self._line is None:
             time.sleep(POLL_S)
             return None
-        readable, _, _ = select.select([self._line], [], [], POLL_S)
-        return self._hear() if readable else None
+        return self._hear() if _readable([self._line.fileno()], POLL_S) else None
 
     def _family(self) -> list[int]:
         self._reap()
