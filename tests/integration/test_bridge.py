@@ -5,8 +5,10 @@ import gc
 import os
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import zmq
@@ -250,6 +252,31 @@ async def test_work_may_take_as_much_longer_as_a_server_says_it_may_be_without_a
     assert await patient == generated("hold")
 
 
+def restarting(state: Literal["ready", "restarting"] = "restarting") -> p.Stats:
+    return p.Stats(pulse=p.Pulse(version=0, engine_steps=0, in_flight=0, engine=state))
+
+
+@pytest.mark.parametrize("slots", [3, 256])
+async def test_work_that_waits_for_room_does_not_time_out_while_no_engine_serves(small, slots):
+    small.server._work_timeout = lambda _seconds: asyncio.timeout(None)
+    small.handler.restart_s = 600.0
+    small.handler.max_in_flight = slots  # It waits for its turn, or is told that the server is busy.
+    client = await small.connect()
+    holding = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(3)]
+    await until(lambda: small.handler.now == 3, "the server is full")
+    small.server.push(restarting())
+    await until(lambda: client._serving.stands_still, "the client has heard")
+    late = time.monotonic() + 1
+    waiting = asyncio.create_task(client.ask(generate("late", deadline_s=0.5)))
+    await until(lambda: time.monotonic() > late, "its deadline has passed")
+    assert not waiting.done()
+    small.handler.release.set()
+    assert await waiting == generated("late")
+    await asyncio.gather(*holding)
+    small.server.push(restarting("ready"))
+    await until(lambda: not client._serving.stands_still, "an engine serves")
+
+
 async def test_a_server_that_leaves_its_heartbeats_unanswered_is_gone_before_any_deadline(world, monkeypatch):
     monkeypatch.setattr(client_module, "SLACK_S", 0.1)
     monkeypatch.setattr(client_module, "SILENT_S", 1.0)
@@ -311,6 +338,7 @@ async def test_a_burst_fills_the_server_instead_of_being_sent_away_whole(small):
 
 async def test_a_server_busy_past_the_deadline_is_a_timeout_that_says_so(small, monkeypatch):
     monkeypatch.setattr(client_module, "SLACK_S", 60)
+    small.handler.restart_s = 600.0
     client = await small.connect()
     holding = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(3)]
     await until(lambda: small.handler.now == 3, "the server is full")

@@ -5,7 +5,7 @@ import logging
 import os
 import random
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from bridge.channel import Channel, OnEvent
 from bridge.endpoint import IO_THREAD, Connection
 from bridge.errors import BridgeError, Busy, PeerDied, ProtocolMismatch, Refused, Timeout
 from bridge.process import log_tail
+from bridge.serving_clock import ServingClock
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +53,12 @@ class BridgeClient:
         self._epoch = 0
         self._restart_s = 0.0
         self._slots = asyncio.Semaphore(1)
-        self._subscribes = on_event is not None
-        handle = on_event or (lambda _: None)
+        self._serving = ServingClock()
+        self._handle = on_event or (lambda _: None)
+        hear, back = self._hear, self._returned
         try:
-            self._data = Channel(self._context, self._name, "data", connection, on_event=handle, on_return=lambda: None)
-            self._control = Channel(
-                self._context, self._name, "control", connection, on_event=handle, on_return=self._returned
-            )
+            self._data = Channel(self._context, self._name, "data", connection, on_event=hear, on_return=lambda: None)
+            self._control = Channel(self._context, self._name, "control", connection, on_event=hear, on_return=back)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -96,8 +96,7 @@ class BridgeClient:
             self._epoch = welcome.epoch
             self._restart_s = welcome.restart_s
             self._slots = asyncio.Semaphore(max(1, welcome.limits.max_in_flight))
-            if self._subscribes:
-                await self.ask(p.Subscribe(deadline_s=timeout_s))
+            await self.ask(p.Subscribe(deadline_s=timeout_s))
         except BaseException:
             await self.close()
             raise
@@ -109,22 +108,27 @@ class BridgeClient:
         """The reply to a request. buffer: the bytes of `PublishAdapter` or `Canary`, sent without a copy.
 
         Waits while the server is `Busy`. Raises the error that the server answers, Timeout when
-        request.deadline_s has passed (of `Work` the server counts it, and the time without an engine comes on top),
-        PeerDied as soon as the server is known to be gone. Cancelled, or past its deadline, it cancels the request at
-        the server too.
+        request.deadline_s has passed (of `Work` the server counts it, and until it has room this client, and the time
+        without an engine comes on top), PeerDied as soon as the server is known to be gone. Cancelled, or past its
+        deadline, it cancels the request at the server too.
         """
         if not request.deadline_s > 0:
             raise self._timed_out(request, "The deadline had passed before it was asked.")
         on_data = isinstance(request, p.DataRequest)
         channel = self._data if on_data else self._control
-        until = asyncio.get_running_loop().time() + request.deadline_s
+        now = self._serving.time if isinstance(request, p.Work) else asyncio.get_running_loop().time
+        until = now() + request.deadline_s
+
+        def left() -> float:
+            return until - now()
+
         try:
             patience_s = SLACK_S + (self._restart_s if isinstance(request, p.Work) else 0.0)
             async with asyncio.timeout(request.deadline_s + patience_s):
                 if not on_data:
-                    return await self._ask_until_free(channel, request, buffer, until)
+                    return await self._ask_until_free(channel, request, buffer, left)
                 async with self._slots:
-                    return await self._ask_until_free(channel, request, buffer, until)
+                    return await self._ask_until_free(channel, request, buffer, left)
         except TimeoutError as error:
             if isinstance(error, BridgeError):
                 raise
@@ -148,21 +152,24 @@ class BridgeClient:
         await asyncio.to_thread(self._context.destroy, 0)  # Blocks until the last words are out.
 
     async def _ask_until_free(
-        self, channel: Channel, request: p.Request, buffer: bytes | memoryview | None, until: float
+        self, channel: Channel, request: p.Request, buffer: bytes | memoryview | None, left: Callable[[], float]
     ) -> p.Reply:
-        now = asyncio.get_running_loop().time
         request_id, pause_s = channel.next_id(), BUSY_FIRST_S
         why = "The server has answered no other request meanwhile: all of max_in_flight are open."
-        while (left := until - now()) > 0:
+        while (left_s := left()) > 0:
             packed = request_id.pack()
             try:
-                asked = msgspec.structs.replace(request, epoch=self._epoch, deadline_s=max(round(left, 3), 0.001))
-                return await channel.ask(packed, asked, buffer)
+                asked = msgspec.structs.replace(request, epoch=self._epoch, deadline_s=max(round(left_s, 3), 0.001))
+                reply = await channel.ask(packed, asked, buffer)
             except Busy as busy:
                 why = busy.what
             except asyncio.CancelledError:
                 channel.cancel(packed)
                 raise
+            else:
+                if isinstance(reply, p.Pulse):
+                    self._serving.hear(reply)
+                return reply
             await channel.pause(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 (spreads retries)
             pause_s = min(2 * pause_s, BUSY_LONGEST_S)
             request_id = request_id._replace(attempt=request_id.attempt + 1)
@@ -187,10 +194,14 @@ class BridgeClient:
                 self._fail(self._peer_died(f"lives, and has answered nothing for {SILENT_S:g} s", "It hangs."))
                 return
 
+    def _hear(self, event: p.Event) -> None:
+        if isinstance(event, p.Stats):
+            self._serving.hear(event.pulse)
+        self._handle(event)
+
     def _returned(self) -> None:
         """The connection is back; the server may have forgotten who wants its events."""
-        if self._subscribes:
-            self._spawn(self._subscribe_again())
+        self._spawn(self._subscribe_again())
 
     async def _subscribe_again(self) -> None:
         try:
