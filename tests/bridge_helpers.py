@@ -260,8 +260,8 @@ class Wire:
         self._servers: list[asyncio.Server] = []
         self._ends: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._flows = asyncio.Event()
-        self._flows.set()
+        self._flows = {"data": asyncio.Event(), "control": asyncio.Event()}
+        self.flow()
         self.connection = world.connection
         self.connections = 0
         self.drops = False
@@ -270,7 +270,7 @@ class Wire:
         addresses = []
         before = (self.connection.data, self.connection.control) if self._tasks else ("", "")
         for name, old in zip(("data", "control"), before, strict=True):
-            serve = self._serve(getattr(self._world.connection, name))
+            serve = self._serve(getattr(self._world.connection, name), self._flows[name])
             if self._world.tcp:
                 port = int(old.rpartition(":")[2]) if old else 0
                 server = await asyncio.start_server(serve, "127.0.0.1", port)
@@ -295,12 +295,14 @@ class Wire:
         self._servers.clear()
         self.cut()
 
-    def stall(self) -> None:
-        """Keep every connection, and forward nothing, until `flow`."""
-        self._flows.clear()
+    def stall(self, *names: str) -> None:
+        """Keep every connection, and forward nothing to and from those sockets, or any, until `flow`."""
+        for name in names or self._flows:
+            self._flows[name].clear()
 
     def flow(self) -> None:
-        self._flows.set()
+        for flows in self._flows.values():
+            flows.set()
 
     async def close(self) -> None:
         self.lower()
@@ -308,17 +310,19 @@ class Wire:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _serve(self, address: str) -> Callable[..., None]:
+    def _serve(self, address: str, flows: asyncio.Event) -> Callable[..., None]:
         def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.connections += 1
             if self.drops:
                 writer.close()
                 return
-            self._tasks.add(asyncio.create_task(self._forward(address, reader, writer)))
+            self._tasks.add(asyncio.create_task(self._forward(address, flows, reader, writer)))
 
         return serve
 
-    async def _forward(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self, address: str, flows: asyncio.Event, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         scheme, _, place = address.partition("://")
         if scheme == "tcp":
             host, _, port = place.rpartition(":")
@@ -328,20 +332,21 @@ class Wire:
         ends = {writer, far_writer}
         self._ends |= ends
         try:
-            flows = [asyncio.create_task(self._pump(*pair)) for pair in ((reader, far_writer), (far_reader, writer))]
-            await asyncio.wait(flows, return_when=asyncio.FIRST_COMPLETED)
-            for flow in flows:
-                flow.cancel()
-            await asyncio.gather(*flows, return_exceptions=True)
+            pairs = ((reader, far_writer), (far_reader, writer))
+            pumps = [asyncio.create_task(self._pump(flows, *pair)) for pair in pairs]
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
         finally:
             self._ends -= ends
             for end in ends:
                 end.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(self, flows: asyncio.Event, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
-                await self._flows.wait()
+                await flows.wait()
                 writer.write(data)
                 await writer.drain()
 

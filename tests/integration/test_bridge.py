@@ -699,6 +699,39 @@ async def test_a_lease_is_renewed_as_long_as_the_client_lives(world):
     assert not client._tasks
 
 
+async def test_a_lease_is_renewed_while_an_adapter_fills_the_control_connection(world):
+    world.handler.lease_s = 0.1
+    wire = await world.wire()
+    client = await world.connect(wire.connection, run_id="r")
+    wire.stall("control")
+    buffer = bytes(4 << 20)
+    publishing = asyncio.create_task(client.ask(publish(buffer), buffer))
+    before = leases(world)
+    await until(lambda: leases(world) >= before + 3, "three renewals")
+    assert not publishing.done()
+    wire.flow()
+    assert (await publishing).nbytes == len(buffer)
+
+
+@pytest.mark.parametrize("slots", [3, 256])
+async def test_a_lease_is_renewed_while_the_server_is_full(small, slots):
+    small.handler.lease_s = 0.1
+    small.handler.max_in_flight = slots
+    client = await small.connect(run_id="r")
+    holding = [asyncio.create_task(client.ask(generate(f"hold {number}"))) for number in range(5)]
+    await until(lambda: small.handler.now == 3, "the server is full")
+    before = leases(small)
+    await until(lambda: leases(small) >= before + 3, "three renewals")
+    assert small.handler.now == 3
+    small.handler.release.set()
+    await asyncio.gather(*holding)
+
+
+async def test_a_lease_is_taken_on_either_socket(world):
+    for address in (world.server.data, world.server.control):
+        assert isinstance(await world.raw(address).ask(p.Lease(epoch=7)), p.Pulse)
+
+
 async def test_an_onlooker_takes_no_lease(world):
     world.handler.lease_s = 0.01
     client = await world.connect()

@@ -125,7 +125,7 @@ class BridgeClient:
         try:
             patience_s = SLACK_S + (self._restart_s if isinstance(request, p.Work) else 0.0)
             async with asyncio.timeout(request.deadline_s + patience_s):
-                if not on_data:
+                if not on_data or isinstance(request, p.Lease):  # A heartbeat takes no slot: all of them may be held.
                     return await self._ask_until_free(channel, request, buffer, left)
                 async with self._slots:
                     return await self._ask_until_free(channel, request, buffer, left)
@@ -179,7 +179,7 @@ class BridgeClient:
         silent_s = 0.0  # Counted, not measured: see _watch_peer.
         while True:
             await asyncio.sleep(every_s)
-            heard = self._control.heard
+            heard = self._heard
             try:
                 await self.ask(p.Lease(deadline_s=every_s))
             except PeerDied:
@@ -189,10 +189,15 @@ class BridgeClient:
                 return
             except BridgeError as error:
                 log.warning("the lease was not renewed: %s", error.what)  # The next try is soon.
-            silent_s = 0.0 if self._control.heard != heard else silent_s + 2 * every_s
+            silent_s = 0.0 if self._heard != heard else silent_s + 2 * every_s
             if silent_s >= SILENT_S:
                 self._fail(self._peer_died(f"lives, and has answered nothing for {SILENT_S:g} s", "It hangs."))
                 return
+
+    @property
+    def _heard(self) -> int:
+        """Messages that have come from the server."""
+        return self._data.heard + self._control.heard
 
     def _hear(self, event: p.Event) -> None:
         if isinstance(event, p.Stats):

@@ -14,7 +14,7 @@ import msgspec
 
 from bridge.errors import Failure, ProtocolMismatch
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_DATA_BYTES = 16 << 20
 """Largest frame on the data socket."""
@@ -98,7 +98,9 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Lease(Request, frozen=True, kw_only=True):
-    """Heartbeat of the run that holds the server. Reply: `Pulse`."""
+    """Heartbeat of the run that holds the server. Reply: `Pulse`. Either socket takes it; on data it waits behind no
+    adapter, and finds room in a full server too.
+    """
 
     ends: bool = False
     """The last one: the trainer goes and leaves the server to whoever comes next."""
@@ -318,7 +320,7 @@ class Stats(Message, frozen=True, kw_only=True):
     pulse: Pulse
 
 
-DataRequest = Generate | Score | Cancel
+DataRequest = Generate | Score | Cancel | Lease
 ControlRequest = Hello | Lease | Ping | PublishAdapter | Canary | Sleep | Wake | Status | Shutdown | Subscribe | Cancel
 Reply = Welcome | Pulse | AdapterLoaded | CanaryScored | Slept | ServerStatus | Done | Generated | Scored | Failure
 Event = AdapterLoaded | EngineDied | EngineRestarted | Stats

@@ -201,7 +201,8 @@ class BridgeServer:
             self._send(socket, call.client, call.request_id, reply)
 
     def _work(self, socket: "_Socket", message: p.DataRequest | p.ControlRequest, call: Call) -> None:
-        if len(socket.running) >= self._limits.max_in_flight and not isinstance(message, p.Cancel | p.Subscribe):
+        full = len(socket.running) >= self._limits.max_in_flight
+        if full and not isinstance(message, p.Cancel | p.Subscribe | p.Lease):
             socket.replies.abandon(call.request_id)
             raise Busy(f"The server works on {self._limits.max_in_flight} requests already.")
         task = asyncio.create_task(self._reply(socket, message, call))
