@@ -151,6 +151,14 @@ async def test_a_question_too_big_for_the_server_is_refused_before_it_is_sent(wo
     assert await client.ask(generate("next")) == generated("next")
 
 
+async def test_a_question_just_small_enough_arrives(world):
+    client = await world.connect()
+    around = len(p.encode(p.Generate(prompt=bytes(1 << 16), epoch=7, deadline_s=99.5))) - (1 << 16)
+    prompt = "p" * (p.MAX_DATA_BYTES - around)
+    assert await client.ask(generate(prompt)) == generated(prompt)
+    assert len(p.encode(world.handler.asked[-1])) == p.MAX_DATA_BYTES
+
+
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 ERRORS = [

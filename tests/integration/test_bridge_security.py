@@ -399,7 +399,7 @@ async def test_a_frame_too_big_ends_only_the_connection_that_sent_it(world):
     raw = world.raw()
     assert await raw.ask(generate("before")) == generated("before")
     monitor = raw.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    await raw.send(raw.next_id(), bytes((1 << 20) + 1))
+    await raw.send(raw.next_id(), bytes((1 << 20) + 1000))
     async with asyncio.timeout(90):
         await monitor.recv_multipart()
     raw.socket.disable_monitor()

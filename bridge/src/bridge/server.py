@@ -35,6 +35,8 @@ REQUEST_ID_BYTES = 26
 CLOSE_LINGER_MS = 1000
 STOP_S = 5.0
 SPARE_REPLIES = 1024
+SPARE_BYTES = 256
+"""More than CURVE adds to a frame: a socket that refuses one as too big says so to nobody, and drops the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class BridgeServer:
         socket.setsockopt(zmq.AFFINITY, IO_THREAD[name])
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + SPARE_BYTES)
         socket.setsockopt(zmq.RCVHWM, self._limits.max_in_flight)
         # Above what one client can have in flight: whoever reads is never cut off, whoever does not costs this much.
         socket.setsockopt(zmq.SNDHWM, 2 * self._limits.max_in_flight + SPARE_REPLIES)
