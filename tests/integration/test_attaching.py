@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 
 from bridge import client as client_module
 from bridge import protocol as p
 from bridge.endpoint import read_connection
-from bridge.errors import Refused, StaleVersion
+from bridge.errors import Refused, StaleVersion, Timeout
 from served import FAKE, PROGRAM, generate, publish, served, until, write_config
 
 PROMPT = [5, 6, 7, 8]
@@ -209,6 +210,29 @@ async def test_over_tcp_the_connection_file_is_the_key(tmp_path, model):
         secrets = (connection.client_secret, connection.server_key)
         assert all(secrets)
         assert connection.client_secret not in server.log()
+
+
+async def test_over_tcp_a_frame_is_no_larger_than_the_models_largest_adapter(tmp_path, model):
+    async with served(tmp_path, model, arguments=("--listen", "tcp://127.0.0.1:0")) as server:
+        client = await server.client("run")
+        largest = client.welcome.limits.max_adapter_bytes
+        assert p.MAX_DATA_BYTES < largest < 2 * p.MAX_DATA_BYTES
+        await publish(client, model, 1, rank=8)
+        too_big = p.PublishAdapter(version=2, digest="", adapter_config={})
+        with pytest.raises(Refused, match=rf"has {largest + 1} bytes; the server takes {largest}\."):
+            await client.ask(too_big, bytes(largest + 1))
+        with pytest.raises(Refused, match="has no rank"):
+            await client.ask(too_big, bytes(largest))
+        client._control.max_bytes, client._restart_s = 2 * largest, 0.0  # One that does not keep to it.
+        with pytest.raises(Timeout):
+            await client.ask(msgspec.structs.replace(too_big, deadline_s=1.0), bytes(2 * largest))
+
+
+async def test_over_tcp_an_adapter_of_an_unknown_model_may_be_as_large_as_any(tmp_path, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "mixture"}))
+    async with served(tmp_path, model, arguments=("--listen", "tcp://127.0.0.1:0")) as server:
+        assert (await server.client("run")).welcome.limits.max_adapter_bytes == p.MAX_CONTROL_BYTES
 
 
 # ---- HTTP for people -------------------------------------------------------------------------------------------------

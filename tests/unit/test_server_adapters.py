@@ -36,6 +36,14 @@ def test_a_plain_adapter_passes(model):
     checked(lora_files.make(model, 1, targets=("q_proj", "down_proj")), model)
 
 
+@pytest.mark.parametrize("rank", [1, 8])
+def test_the_largest_adapter_of_a_rank_is_known_and_little_larger_than_one_of_all_projections(model, rank):
+    header = 8 + int.from_bytes(lora_files.make(model, 1, rank=rank).data[:8], "little")
+    tensors = len(lora_files.make(model, 1, rank=rank).data) - header
+    assert tensors < BaseModel.read(str(model)).adapter_bytes(rank) <= tensors + 4 * rank * 2 * (64 + 512)
+    assert BaseModel().adapter_bytes(rank) == 0
+
+
 def test_nothing_is_held_against_an_adapter_of_an_unknown_model(model):
     checked(lora_files.make(model, 1), "some/hub-name")
 

@@ -63,9 +63,10 @@ class Channel:
         self.was_connected = False
         self.heard = 0
         """Messages that have come."""
+        self.max_bytes = p.MAX_DATA_BYTES if kind == "data" else p.MAX_CONTROL_BYTES
+        """Largest frame that the server takes: it drops the connection over a larger one."""
         self._name = name
         self._sequence = 0
-        self._max_bytes = p.MAX_DATA_BYTES if kind == "data" else p.MAX_CONTROL_BYTES
         self._pending: dict[bytes, _Pending] = {}
         self._failure: BridgeError | None = None
         self._failed = asyncio.Event()
@@ -161,8 +162,12 @@ class Channel:
 
     def _refuse_too_big(self, request: p.Request, pending: _Pending) -> None:
         for frame in pending.frames:
-            if (size := memoryview(frame).nbytes) > self._max_bytes:
-                raise Refused(f"{type(request).__name__} has {size} bytes; the server takes {self._max_bytes}.")
+            if (size := memoryview(frame).nbytes) > self.max_bytes:
+                adapter = "Train the model that the server serves, with a rank of at most its server.max_lora_rank."
+                raise Refused(
+                    f"{type(request).__name__} has {size} bytes; the server takes {self.max_bytes}.",
+                    remedy=adapter if len(pending.frames) == 3 else "Ask for less at once.",
+                )
 
     async def _receive(self) -> None:
         while True:

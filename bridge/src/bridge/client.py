@@ -95,6 +95,7 @@ class BridgeClient:
             self.welcome = welcome
             self._epoch = welcome.epoch
             self._restart_s = welcome.restart_s
+            self._control.max_bytes = welcome.limits.max_adapter_bytes
             self._slots = asyncio.Semaphore(max(1, welcome.limits.max_in_flight))
             await self.ask(p.Subscribe(deadline_s=timeout_s))
         except BaseException:

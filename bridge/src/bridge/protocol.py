@@ -20,7 +20,7 @@ MAX_DATA_BYTES = 16 << 20
 """Largest frame on the data socket."""
 
 MAX_CONTROL_BYTES = 4 << 30
-"""Largest frame on the control socket: an adapter."""
+"""Largest frame on any control socket: an adapter."""
 
 TokenIds = bytes
 """Packed little-endian int32, one a token."""
@@ -72,6 +72,8 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     adapter_slots: int
     max_in_flight: int
     vocab_size: int = 0
+    max_adapter_bytes: int = MAX_CONTROL_BYTES
+    """Largest frame on this server's control socket."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bridge.endpoint import Connection, for_people, ipc_address, private_dir, write_connection
 from bridge.errors import ConfigError
-from bridge.protocol import Stats
+from bridge.protocol import MAX_CONTROL_BYTES, MAX_DATA_BYTES, Stats
 from bridge.security import ServerKeys, new_keys
 from bridge.server import BridgeLimits, BridgeServer
 from server_env.adapters.canary import CanaryCheck
@@ -130,12 +130,15 @@ class Gateway:
 
     async def _serve(self) -> None:
         data, control, keys, client = self._addresses()
+        self._service.max_adapter_bytes = self._largest_adapter()
         bridge = BridgeServer(
             self._service.handle,
             data=data,
             control=control,
             keys=keys,
-            limits=BridgeLimits(max_in_flight=self._file.server.max_in_flight),
+            limits=BridgeLimits(
+                max_in_flight=self._file.server.max_in_flight, max_control_bytes=self._service.max_adapter_bytes
+            ),
             work_timeout=self._replicas.serving_time.timeout,
         )
         await bridge.start()
@@ -200,6 +203,14 @@ class Gateway:
             raise ConfigError(f"server.listen: expected tcp://host:port, got {self._file.server.listen!r}.")
         control = f"{host}:{int(port) + 1 if int(port) else 0}"
         return self._file.server.listen, control, keys, client
+
+    def _largest_adapter(self) -> int:
+        """Bytes that a frame on control may have. Over tcp strangers can fill one before they are refused, so there it
+        is what the model needs, once the engine has fetched it, and a header of no more than the data socket takes.
+        """
+        model = BaseModel.read(self._replicas.engine.model)
+        tensors = 0 if self._file.server.listen == "ipc" else model.adapter_bytes(self._adapters.limits.max_rank)
+        return min(tensors + MAX_DATA_BYTES, MAX_CONTROL_BYTES) if tensors else MAX_CONTROL_BYTES
 
     async def _tell_stats(self, bridge: BridgeServer) -> None:
         while True:

@@ -32,6 +32,7 @@ class Service:
 
     http_url = ""
     metrics_url = ""
+    max_adapter_bytes = p.MAX_CONTROL_BYTES
     adapters: Adapters
     canary: CanaryCheck
     sleeper: Sleeper
@@ -228,6 +229,7 @@ class Service:
                 adapter_slots=engine.adapter_slots,
                 max_in_flight=self._file.server.max_in_flight,
                 vocab_size=self.adapters.base.vocab_size,
+                max_adapter_bytes=self.max_adapter_bytes,
             ),
             version=self.adapters.newest,
             epoch=self.book.epoch if hello.run_id else 0,

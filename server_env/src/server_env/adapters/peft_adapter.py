@@ -73,6 +73,14 @@ class BaseModel:
         max_context = int(text.get("max_position_embeddings") or 0)
         return cls(vocab_size, layers, projections, kv_values, max_context)
 
+    def adapter_bytes(self, rank: int) -> int:
+        """Of the tensors of the largest adapter of that rank, in float32; 0 where the shapes are not known."""
+        if not self.projections:
+            return 0
+        hidden, _ = self.projections["q_proj"]
+        ends = 2 * (hidden + self.vocab_size)  # The embeddings, and what makes logits of the last hidden state.
+        return 4 * rank * (self.layers * sum(map(sum, self.projections.values())) + ends)
+
 
 def _projections(config: Mapping[str, Any]) -> dict[str, tuple[int, int]] | None:
     hidden, inner, heads = (config.get(k) for k in ("hidden_size", "intermediate_size", "num_attention_heads"))
