@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bridge.errors import ConfigError
-from bridge.settings import apply_overrides, decode_dict, decode_toml, nearest
+from bridge.settings import apply_overrides, decode_dict, decode_toml, nearest, problems
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -139,6 +139,24 @@ WRONG = {
         "'local' or 'remote', got 'remot'",
         "'remote'",
     ),
+    "a date in a free table": (
+        "need = 1\nanything.since = 2026-01-02",
+        "anything.since",
+        "expected no date or time, got 2026-01-02",
+        'as text: "2026-01-02"',
+    ),
+    "a time deep in a free table": (
+        "need = 1\nanything.'a.b' = [1, {at = [07:30:00]}]",
+        'anything."a.b"[1].at[0]',
+        "expected no date or time, got 07:30:00",
+        "as text",
+    ),
+    "a date and time in a free table": (
+        "need = 1\nanything.since = 2026-01-02T07:30:00Z",
+        "anything.since",
+        "got 2026-01-02 07:30:00+00:00",
+        "as text",
+    ),
     "wrong together": ("need = 13", "the file", "need must not be 13", ""),
 }
 
@@ -220,6 +238,12 @@ def test_a_directory_is_no_file(tmp_path):
 def test_plain_data_gets_the_same_checks():
     with pytest.raises(ConfigError, match=r"server\.toml: leaf\.count: expected int >= 2, got 1"):
         decode_dict({"need": 1, "leaf": {"count": 1}}, Root, "server.toml")
+
+
+def test_a_date_is_a_problem_among_others():
+    data = {"needs": 1, "anything": {"a": dt.date(2026, 1, 2), "b": dt.time(7)}, "when": dt.date(2026, 1, 2)}
+    found = problems(data, Root, "x")
+    assert [error.what.split(":")[1].strip() for error in found] == ["needs", "need", "anything.a", "anything.b"]
 
 
 OVERRIDES = {

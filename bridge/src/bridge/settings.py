@@ -1,12 +1,13 @@
 """Strict configuration: TOML to msgspec Structs. Every error has the key, what was expected and the nearest name."""
 
+import datetime as dt
 import difflib
 import itertools
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,9 +49,32 @@ def read_toml(path: Path) -> dict[str, Any]:
 def decode_dict(data: dict[str, Any], type_: type[T], source: str) -> T:
     """Check plain data against type_. source: what to call the data in errors. Raises ConfigError."""
     try:
-        return msgspec.convert(data, type_, strict=True)
+        found = msgspec.convert(data, type_, strict=True)
     except msgspec.ValidationError as error:
         raise _explain(str(error), data, type_, source) from None
+    for error in _dates(found, source):
+        raise error
+    return found
+
+
+def _dates(value: Any, source: str, path: str = "") -> Iterator[ConfigError]:
+    """An error for each date and time that no field asks for by its type: written and read again, it would be text."""
+    inside: list[tuple[str, Any]] = []
+    match value:
+        case msgspec.Struct():
+            names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
+            fields = [(_dotted(path, key), getattr(value, name)) for name, key in names]
+            inside = [(key, field) for key, field in fields if not isinstance(field, dt.date | dt.time)]
+        case dict():
+            inside = [(_dotted(path, str(key)), item) for key, item in value.items()]
+        case list() | tuple():
+            inside = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        case dt.date() | dt.time():
+            yield ConfigError(
+                f"{source}: {path}: expected no date or time, got {value}.", remedy=f'Write it as text: "{value}".'
+            )
+    for key, item in inside:
+        yield from _dates(item, source, key)
 
 
 def problems(data: dict[str, Any], type_: type[Any], source: str) -> list[ConfigError]:
@@ -62,7 +86,7 @@ def problems(data: dict[str, Any], type_: type[Any], source: str) -> list[Config
     rest, seen = _copy(data), set[tuple[str, ...]]()
     while True:
         try:
-            msgspec.convert(rest, type_, strict=True)
+            converted = msgspec.convert(rest, type_, strict=True)
         except msgspec.ValidationError as error:
             where = _where(str(error))
             if where in seen and not _MISSING.match(str(error)):
@@ -73,7 +97,7 @@ def problems(data: dict[str, Any], type_: type[Any], source: str) -> list[Config
             if not _mend(rest, str(error), where, type_):
                 return found
         else:
-            return found
+            return [*found, *_dates(converted, source)]
 
 
 def _where(message: str) -> tuple[str, ...]:
