@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge.errors import ConfigError
 from bridge.hub_cache import cache_folder, model_folder
 from hub_files import cached
 from served import tiny_model
 from server_env.adapters.peft_adapter import BaseModel
-from trainer_env import config
+from trainer_env import config, models
 from trainer_env.config import PlacementConfig
 from trainer_env.devices import Device, Devices
 from trainer_env.models import weights
@@ -75,9 +76,25 @@ def test_a_model_is_as_large_as_it_is_loaded_whatever_it_is_stored_in(hub, store
     assert weights_bytes(NAME, loaded) == expected
 
 
-@pytest.mark.parametrize("name", ["no such model", "a/b/c", "/no/such/folder", "x" * 300, "nul\0"])
+@pytest.mark.parametrize("name", ["no such model", "a/b/c", "/no/such/folder", "x" * 300, "nul\0", "~nosuchuser/m"])
 def test_what_is_no_model_has_no_folder(hub, name):
     assert model_folder(name) is None
+
+
+def test_the_folder_of_nobody_is_no_model_by_name():
+    with pytest.raises(ConfigError, match="no model folder ~nosuchuser/m"):
+        models.resolve("~nosuchuser/m")
+
+
+def test_without_a_home_the_cache_is_somewhere_and_empty(hub, monkeypatch):
+    def unknown(_uid: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert cache_folder() == Path("~/.cache/huggingface/hub")
+    assert model_folder(NAME) is None
 
 
 def test_a_revision_that_is_gone_is_none(hub):

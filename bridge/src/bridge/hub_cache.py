@@ -13,11 +13,9 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """The cache, as huggingface_hub finds it: HF_HUB_CACHE, else `hub` in HF_HOME, else ~/.cache/huggingface/hub."""
     named = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     if named:
-        return _expanded(named)
+        return _named(named)
     home = environment.get("HF_HOME")
-    return (
-        _expanded(home) if home else _expanded(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    ) / "hub"
+    return (_named(home) if home else _named(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface") / "hub"
 
 
 def model_folder(model: str) -> Path | None:
@@ -30,7 +28,7 @@ def model_folder(model: str) -> Path | None:
 
 def local_folder(model: str) -> Path | None:
     """The folder of that name; None when there is none."""
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     try:
         return folder if model and folder.is_dir() else None
     except OSError:  # The name is longer than any file's.
@@ -48,5 +46,10 @@ def snapshot(model: str) -> Path | None:
     return folder if revision and folder.is_dir() else None
 
 
-def _expanded(path: str) -> Path:
-    return Path(os.path.expandvars(path)).expanduser()
+def expanded(path: str) -> Path:
+    """With `~` and `~user` as the folders they mean; as it is where that user, or one's own folder, is unknown."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (Path.expanduser raises there)
+
+
+def _named(path: str) -> Path:
+    return expanded(os.path.expandvars(path))

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from bridge.errors import BridgeError, ConfigError, Failure, from_failure
+from bridge.hub_cache import expanded
 from trainer_env import config as configs
 from trainer_env import models
 from trainer_env.exporting.export_folder import replace_folder, require_place
@@ -112,7 +113,7 @@ def _base(config: configs.TrainConfig, adapter: Path) -> str:
     written = Path(str(_read(adapter / ADAPTER_FILES[0]).get("base_model_name_or_path") or ""))
     if written.is_absolute() and written.is_dir():
         return str(written)  # A name in the config is seen from where the run was made.
-    a_folder = Path(name).expanduser().is_dir() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    a_folder = expanded(name).is_dir() or name.startswith(("/", ".", "~")) or name.count("/") > 1
     return models.resolve(name) if a_folder else name
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from bridge.errors import ConfigError
+from bridge.hub_cache import expanded
 from trainer_env.models.hub import go_offline_unless_reachable
 
 PREFIX = "builtin:"
@@ -43,7 +44,7 @@ def resolve(model: str) -> str:
     """
     if model.startswith(PREFIX):
         return str(_builtin(model.removeprefix(PREFIX)))
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(
