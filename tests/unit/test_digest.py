@@ -1,6 +1,8 @@
 """One digest over all bytes, whatever they are in and however many cores computed it."""
 
 import hashlib
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -27,6 +29,24 @@ def test_one_changed_byte_is_another_digest(data, place, change):
     other = bytearray(data)
     other[place % len(data)] ^= change
     assert digest(data) != digest(other)
+
+
+FORKING = """
+import os, signal
+from bridge.digest import PIECE_BYTES, digest
+
+data = bytes(4 * PIECE_BYTES)
+before = digest(data)
+if not (child := os.fork()):
+    signal.alarm(60)
+    os._exit(digest(data) != before)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_of_a_process_that_has_used_it_can_use_it_too():
+    forking = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], timeout=120, check=False)
+    assert forking.returncode == 0
 
 
 def test_pieces_that_change_places_are_another_digest(monkeypatch):

@@ -23,3 +23,6 @@ def _hashed(piece: memoryview) -> bytes:
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="tandem-digest")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # A fork has the pool without its threads: work would wait.
