@@ -19,6 +19,7 @@ from bridge.client import BridgeClient
 from bridge.endpoint import Connection
 from bridge.errors import ProtocolMismatch
 from bridge.security import new_keys
+from bridge.server import SPARE_BYTES
 from bridge_helpers import Raw, until
 from hostile import Batch, batches, frames_of, outcome
 
@@ -28,7 +29,7 @@ SERVER = Path(__file__).parents[1] / "fuzzed_server.py"
 GROWTH_BYTES = 8 << 20
 """The answers that the server keeps (1 MiB), and what an allocator does not give back."""
 
-TOO_BIG = bytes((1 << 20) + 1)
+TOO_BIG = bytes((1 << 20) + SPARE_BYTES + 1)
 
 
 @dataclass
