@@ -21,6 +21,8 @@ Rung = Literal["gone", "terminated", "killed"]
 START_S = 30.0
 SLACK_S = 5.0
 """How much longer than its own ladder the guard may take to report."""
+DYING_S = 5.0
+DYING_POLL_S = 0.01
 
 
 class GuardedProcess:
@@ -77,8 +79,9 @@ class GuardedProcess:
             async with asyncio.timeout(term_s + kill_s + SLACK_S):
                 await asyncio.shield(self._listener)
         except TimeoutError:
-            self._end_without_the_guard()
+            family = self._end_without_the_guard()
             await asyncio.shield(self._listener)
+            self._stuck = await _survivors(family)
         if self._stuck:
             raise EngineFailed(
                 f"Processes {' '.join(self._stuck)} survive SIGKILL.",
@@ -132,10 +135,21 @@ class GuardedProcess:
         if self._guard.wait() != 0 and self.pid:
             end_group(self.pid, guard.DEFAULT_KILL_S)
 
-    def _end_without_the_guard(self) -> None:
-        """The guard itself does not answer, because it was stopped or starves."""
-        guard.send(guard.descendants(self._guard.pid), signal.SIGKILL, self._guard.pid)
+    def _end_without_the_guard(self) -> list[int]:
+        """The guard itself does not answer, because it was stopped or starves. Whom it watched, who are dying now."""
+        family = guard.descendants(self._guard.pid)
+        guard.send(family, signal.SIGKILL, self._guard.pid)
         self._guard.kill()
+        return family
+
+
+async def _survivors(family: Sequence[int]) -> list[str]:
+    """Who lives still after DYING_S, as text: a process does not end in the moment in which it is killed."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DYING_S):
+            while any(guard.living(pid) for pid in family):
+                await asyncio.sleep(DYING_POLL_S)
+    return [str(pid) for pid in family if guard.living(pid)]
 
 
 def _start_guard(
