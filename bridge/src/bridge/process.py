@@ -147,7 +147,7 @@ async def _survivors(family: Sequence[int]) -> list[str]:
     """Who lives still after DYING_S, as text: a process does not end in the moment in which it is killed."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DYING_S):
-            while any(guard.living(pid) for pid in family):
+            while any(guard.living(pid) for pid in family):  # noqa: ASYNC110 (nobody tells)
                 await asyncio.sleep(DYING_POLL_S)
     return [str(pid) for pid in family if guard.living(pid)]
 
