@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from trainer_env.arguments import version
-from trainer_env.runs.jsonl import write_atomically
 from trainer_env.placement import Placement
+from trainer_env.runs.jsonl import write_atomically
 from trainer_env.serving.server_process import versions
 
 FILE = "environment.json"

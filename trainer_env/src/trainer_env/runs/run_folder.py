@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from bridge.endpoint import private_dir
 from bridge.errors import BridgeError, ConfigError
-from trainer_env.runs.checkpoints import checkpoint_to_resume, step_of
 from trainer_env.config import TrainConfig
+from trainer_env.runs.checkpoints import checkpoint_to_resume, step_of
 
 
 def step_to_resume(config: TrainConfig, *, resume: bool) -> int | None:
