@@ -44,6 +44,8 @@ def settings(variables: Mapping[str, str]) -> dict[str, str]:
         for theirs, ours in _SPELLING.items()
         if variables.get(theirs) and not variables.get(ours)
     }
+    if "UV_FIND_LINKS" in found:  # pip has spaces between several, uv commas
+        found["UV_FIND_LINKS"] = ",".join(found["UV_FIND_LINKS"].split())
     # pip trusts the certificates of the system; uv brings its own unless told otherwise.
     if any(Path(bundle).exists() for bundle in _SYSTEM_CERTIFICATES):
         found.setdefault("UV_SYSTEM_CERTS", variables.get("UV_SYSTEM_CERTS", "1"))

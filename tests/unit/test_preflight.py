@@ -143,7 +143,7 @@ def test_pips_settings_are_spelled_for_uv():
     )
     assert spelled["UV_DEFAULT_INDEX"] == "https://mirror.example/simple"
     assert spelled["UV_INDEX"] == "https://a.example https://b.example"
-    assert spelled["UV_FIND_LINKS"] == "/wheels /more"
+    assert spelled["UV_FIND_LINKS"] == "/wheels,/more"
     assert spelled["UV_INSECURE_HOST"] == "mirror.example"
     assert spelled["UV_HTTP_TIMEOUT"] == "99"
     assert spelled["SSL_CERT_FILE"] == "/ca.pem"

@@ -186,6 +186,14 @@ def test_an_environment_is_built_at_its_final_place(lab):
     assert_works(lab)
 
 
+def test_wheels_may_lie_in_several_folders(lab):
+    more = lab.folder / "more"
+    more.mkdir()
+    lab.write_lock(lab.tiny, wheelhouse.make_wheel(more, "other"))
+    set_up(lab, PIP_FIND_LINKS=f"{lab.wheels} {more}")
+    assert_works(lab)
+
+
 def test_a_repeat_calls_nothing(lab):
     assert lab.run().returncode == 0
     again = lab.run(TANDEM_UV="/nonexistent")
