@@ -33,7 +33,8 @@ def explain(environment: str, log: Path) -> SetupError:
         remedy = "use Linux x86-64 with the Python that envs.lock names"
         return SetupError(what, why=_said(log), remedy=remedy, log=log)
     if _NETWORK.search(text):
-        remedy = "check the network, or name a mirror with PIP_INDEX_URL or PIP_FIND_LINKS, then run this again"
+        mirrors = "PIP_INDEX_URL, PIP_FIND_LINKS or, for PyTorch's own page, TANDEM_TORCH_LINKS"
+        remedy = f"check the network, or name a mirror with {mirrors}, then run this again"
         return SetupError(what, why=f"an index does not answer ({_said(log)})", remedy=remedy, log=log)
     return SetupError(what, why=_said(log), remedy="read the log, then run this again", log=log)
 

@@ -33,7 +33,8 @@ _SPELLING = {
     "PIP_PROXY": "ALL_PROXY",
 }
 _SYSTEM_CERTIFICATES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt")
-# Where PyTorch lists its CPU wheels: a page of links, so that nothing but torch is looked up there.
+# Where PyTorch lists its CPU wheels: a page of links, so that nothing but torch is looked up there. TANDEM_TORCH_LINKS
+# names another page or folder; empty, it means none.
 _CPU_TORCH = "https://download.pytorch.org/whl/cpu/torch/"
 
 
@@ -60,9 +61,9 @@ def environment() -> dict[str, str]:
 
 
 def source_arguments(torch_version: str | None, variables: Mapping[str, str]) -> list[str]:
-    """Arguments that say where uv may look: not at an index where pip is told so, at PyTorch's for a CPU torch.
+    """Arguments that say where uv may look: not at an index where pip is told so, at PyTorch's page for a CPU torch.
 
-    PyTorch's page is left out where the find-links already hold that torch.
+    That page is left out where the find-links already hold that torch.
     """
     if variables.get("PIP_NO_INDEX", "0").lower() not in ("0", "false", "no", "off", ""):
         return ["--no-index"]
@@ -73,7 +74,8 @@ def source_arguments(torch_version: str | None, variables: Mapping[str, str]) ->
         path = Path(folder.removeprefix("file://"))
         if folder and path.is_dir() and any(path.glob(f"torch-{torch_version}-*.whl")):
             return []
-    return ["--find-links", _CPU_TORCH]
+    page = variables.get("TANDEM_TORCH_LINKS", _CPU_TORCH)
+    return ["--find-links", page] if page else []
 
 
 def find_or_install(lock: Lock | None, venvs: Path) -> Path:

@@ -163,6 +163,13 @@ def test_cpu_torch_comes_from_find_links_where_they_hold_it(tmp_path):
     assert "--find-links" in uv.source_arguments("2.14.0+cpu", links)
 
 
+def test_another_page_or_none_can_take_the_place_of_pytorchs_own():
+    other = {"TANDEM_TORCH_LINKS": "https://mirror.example/torch/"}
+    assert uv.source_arguments("2.13.0+cpu", other) == ["--find-links", "https://mirror.example/torch/"]
+    assert uv.source_arguments("2.13.0+cpu", {"TANDEM_TORCH_LINKS": ""}) == []
+    assert uv.source_arguments("2.11.0", other) == []
+
+
 @pytest.mark.parametrize("version", [None, "2.11.0"])
 def test_only_a_cpu_torch_is_looked_for_elsewhere(version):
     assert uv.source_arguments(version, {}) == []
