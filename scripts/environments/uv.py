@@ -1,6 +1,6 @@
 """Find uv, or install the locked one through pip into an environment of its own; speak to it."""
 
-import importlib.util
+import importlib.metadata
 import os
 import re
 import shutil
@@ -20,6 +20,8 @@ from environments.processes import clean_environment, run, tail
 # The oldest uv with everything that is used here: pylock output, excluded builds, hash-checked sync.
 OLDEST = (0, 8, 0)
 PIP_TIMEOUT_S = 600.0
+# The oldest pip that installs into another environment (`pip --python`).
+_OLDEST_PIP = (22, 3)
 
 # pip's settings for mirrors and air-gapped hosts, and what uv calls them.
 _SPELLING = {
@@ -122,11 +124,18 @@ def _install(requirement: str, venvs: Path) -> Path:
     return program
 
 
+def _pip() -> tuple[int, ...]:
+    """The version of this Python's pip, which saves bootstrapping one for some seconds; (0,) where it has none."""
+    try:
+        return tuple(map(int, re.findall(r"\d+", importlib.metadata.version("pip"))))
+    except importlib.metadata.PackageNotFoundError:
+        return (0,)
+
+
 def _build(built: Path, requirement: str, venvs: Path, descriptor: int) -> None:
     shutil.rmtree(built, ignore_errors=True)
     log = atomic.new_log(venvs, "uv")
-    # Bootstrapping pip takes seconds; the pip of this Python serves as well, where it has one.
-    has_pip = importlib.util.find_spec("pip") is not None
+    has_pip = _pip() >= _OLDEST_PIP
     python = built / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python] if has_pip else [python, "-m", "pip"]
     try:

@@ -180,6 +180,29 @@ def test_an_air_gapped_machine_asks_no_index():
     assert uv.source_arguments("2.11.0", {"PIP_NO_INDEX": "false"}) == []
 
 
+@pytest.mark.parametrize(("version", "taken"), [("22.2.2", False), (None, False), ("22.3", True), ("26.0.1", True)])
+def test_a_pip_that_cannot_install_into_another_environment_is_not_taken_for_uv(tmp_path, monkeypatch, version, taken):
+    calls = []
+
+    def found(name):
+        if version is None:
+            raise uv.importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    def run(command, **_):
+        calls.append([str(word) for word in command])
+        return 0
+
+    monkeypatch.setattr(uv.importlib.metadata, "version", found)
+    monkeypatch.setattr(uv.venv, "create", lambda folder, **options: (folder.mkdir(), calls.append(options)))
+    monkeypatch.setattr(uv, "run", run)
+    uv._build(tmp_path / "uv", "uv==1.0", tmp_path, 0)
+    made, command = calls
+    assert made == {"with_pip": not taken}
+    assert ("--python" in command) is taken
+    assert command[0] == (sys.executable if taken else str(tmp_path / "uv/bin/python"))
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
