@@ -69,7 +69,7 @@ def remove_stale(link: Path, keep: Path) -> None:
     ]
     busy = _mapped_files() if others else ""
     for path in others:
-        if f"{path}/" not in busy:
+        if f"{path.resolve()}/" not in busy:  # maps have real paths
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -282,7 +282,11 @@ def test_a_changed_lock_switches_to_a_new_build_and_removes_the_old(lab):
     assert_works(lab, "2.0")
 
 
-def test_a_build_that_a_process_runs_from_is_kept(lab):
+@pytest.mark.parametrize("through", ["the folder", "a link to it"])
+def test_a_build_that_a_process_runs_from_is_kept(lab, through):
+    if through == "a link to it":
+        (lab.folder / "real").mkdir()
+        lab.venvs.symlink_to("real")
     assert lab.run().returncode == 0
     old = lab.link.resolve()
     with (old / "requirements.txt").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
