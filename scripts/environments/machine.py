@@ -4,7 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from environments.errors import SetupError
@@ -26,7 +26,8 @@ def check(sections: list[Section], gpus: list[Gpu] | SetupError, python: Path, v
     if isinstance(gpus, list):
         found += [_gpu_memory(gpu) for gpu in gpus]
     cuda = any(section.accelerator == "cuda" for section in sections)
-    return [*found, numa(), *compiler(headers, cuda=cuda), shared_memory(Path("/dev/shm")), _disk(sections, venvs)]  # noqa: S108
+    found += [*python_path(os.environ), numa(), *compiler(headers, cuda=cuda)]
+    return [*found, shared_memory(Path("/dev/shm")), _disk(sections, venvs)]  # noqa: S108
 
 
 def _platform(sections: list[Section]) -> Finding:
@@ -79,6 +80,13 @@ def _holders(index: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return ["process " + " ".join(line.split(", ")) for line in answer.stdout.splitlines() if line[:1].isdigit()]
+
+
+def python_path(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Set-up and the doctor go without it; a run does not, for a reward may be found through it."""
+    if value := variables.get("PYTHONPATH"):
+        why = f"{value} goes before the packages of both halves in a run"
+        yield Finding("PYTHONPATH", "warning", why, "unset PYTHONPATH, unless a reward's module, and no more, is there")
 
 
 def numa() -> Finding:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import venv
@@ -254,6 +255,14 @@ def test_a_broken_driver_is_a_failure(installed):
     )
 
 
+def test_a_pythonpath_is_a_warning_that_names_it():
+    (finding,) = machine.python_path({"PYTHONPATH": "/opt/other/site-packages"})
+    assert finding.status == "warning"
+    assert "/opt/other/site-packages" in finding.detail
+    assert "unset PYTHONPATH" in finding.remedy
+    assert not [*machine.python_path({"PYTHONPATH": ""}), *machine.python_path({})]
+
+
 def test_little_shared_memory_is_a_warning(tmp_path, monkeypatch):
     real = machine.shutil.disk_usage
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type(real(path))(64 << 20, 0, 64 << 20))
@@ -273,7 +282,7 @@ def test_a_missing_libnuma_says_which_package_has_it(monkeypatch):
     assert "libnuma1" in finding.remedy
 
 
-def run_doctor(installed, *arguments):
+def run_doctor(installed, *arguments, **variables):
     python = f"{sys.base_prefix}/bin/python{wheelhouse.PYTHON}"
     command = [python, str(ROOT / "scripts/doctor.py"), "--accelerator", "cpu", "--venvs", str(installed.venvs)]
     return subprocess.run(
@@ -282,6 +291,7 @@ def run_doctor(installed, *arguments):
         text=True,
         check=False,
         timeout=100,
+        env={**os.environ, **variables},
     )
 
 
@@ -296,6 +306,11 @@ def test_the_report_is_for_people_or_for_programs(installed):
     (failed,) = [check for check in report["checks"] if check["status"] == "failure"]
     assert failed["name"] == "trainer"
     assert failed["remedy"]
+
+
+def test_the_pythonpath_of_a_run_is_reported(installed, tmp_path):
+    report = json.loads(run_doctor(installed, "--json", PYTHONPATH=str(tmp_path)).stdout)
+    assert "PYTHONPATH" in [check["name"] for check in report["checks"] if check["status"] == "warning"]
 
 
 def test_a_lock_that_cannot_be_read_is_a_failure(installed):
