@@ -43,7 +43,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="run a small training from end to end afterwards")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), help="default: cuda where a GPU is visible")
     parser.add_argument("--python", type=Path, help="the Python that the environments are built with")
-    parser.add_argument("--venvs", type=Path, default=catalogue.VENVS, help="where they stand (default: .venvs)")
+    parser.add_argument("--venvs", type=Path, default=catalogue.VENVS, help="where they stand (%(default)s)")
     parser.add_argument("--lock", type=Path, default=catalogue.LOCK, help="the lock (default: envs.lock)")
     return parser.parse_args(argv)
 

@@ -33,12 +33,13 @@ if [[ $mode == --quick ]]; then
 else
     bash scripts/setup_envs.sh --dev
 fi
-dev=.venvs/dev/bin
+venvs=${TANDEM_VENVS:-.venvs}
+dev=$venvs/dev/bin
 
 step "ruff, pyright, envs.lock"
 "$dev/ruff" check .
 "$dev/ruff" format --check .
-"$dev/pyright"
+"$dev/pyright" --pythonpath "$dev/python"
 "$dev/python" scripts/lock_envs.py check
 
 if ! command -v chromium chromium-browser google-chrome >/dev/null && [[ $EUID == 0 ]] && command -v apt-get >/dev/null; then
@@ -58,7 +59,7 @@ fi
 # Engines compute little and load for long: the trainer's tests run beside them, and are shown afterwards.
 step "tests/engines, and tests/trainer beside them"
 beside=$(mktemp)
-.venvs/trainer/bin/python -m pytest -q tests/trainer >"$beside" 2>&1 &
+"$venvs/trainer/bin/python" -m pytest -q tests/trainer >"$beside" 2>&1 &
 trainer=$!
 trap 'kill "$trainer" 2>/dev/null || true; rm -f "$beside"' EXIT
 failed=0

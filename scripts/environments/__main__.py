@@ -51,7 +51,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--notebook", action="store_true", help="make the trainer's environment a Jupyter kernel")
     parser.add_argument("--accelerator", choices=("cpu", "cuda", "any"), help=_ACCELERATOR)
     parser.add_argument("--python", type=Path, help="the Python to build with (default: one that the lock names)")
-    parser.add_argument("--venvs", type=Path, default=catalogue.VENVS, help="where to build (default: .venvs)")
+    parser.add_argument("--venvs", type=Path, default=catalogue.VENVS, help="where to build (%(default)s)")
     parser.add_argument("--lock", type=Path, default=catalogue.LOCK, help="the lock (default: envs.lock)")
     parser.add_argument("--skip-check", action="store_true", help="do not import what was installed")
     return parser.parse_args(argv)

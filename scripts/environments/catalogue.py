@@ -1,11 +1,12 @@
 """Which environments there are, where their requirements stand, and what goes into each."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "envs.lock"
-VENVS = ROOT / ".venvs"
+VENVS = Path(os.environ.get("TANDEM_VENVS") or ROOT / ".venvs")
 
 # The oldest glibc that every locked wheel runs on (Debian 12, Ubuntu 22.04, RHEL 9).
 PLATFORM = "x86_64-manylinux_2_34"

@@ -27,7 +27,7 @@ def explain(environment: str, log: Path) -> SetupError:
             log=log,
         )
     if _DISK.search(text):
-        remedy = "free some space, or choose another disk with --venvs DIR and UV_CACHE_DIR"
+        remedy = "free some space, or choose another disk with TANDEM_VENVS and UV_CACHE_DIR"
         return SetupError(what, why="the disk is full", remedy=remedy, log=log)
     if _WHEEL.search(text):
         remedy = "use Linux x86-64 with the Python that envs.lock names"

@@ -124,7 +124,7 @@ def install(plan: Plan, uv: Path) -> Result:
             raise SetupError(
                 f"{plan.link} is in the way",
                 why="it is a folder that this script did not make",
-                remedy="move it aside, or choose another place with --venvs DIR",
+                remedy="move it aside, or choose another place with TANDEM_VENVS",
             )
         if is_complete(plan) and not _check_is_due(plan):
             _switch(plan)

@@ -132,7 +132,7 @@ def _disk(sections: list[Section], venvs: Path) -> Finding:
     needed = sum(bytes_needed(section) for section in sections if not (venvs / section.environment).exists())
     detail = f"{free / 1e9:.0f} GB free at {place}"
     if free < needed:
-        remedy = "free some space, or choose another disk with --venvs DIR and UV_CACHE_DIR"
+        remedy = "free some space, or choose another disk with TANDEM_VENVS and UV_CACHE_DIR"
         return Finding("disk", "failure", f"{detail}, {needed / 1e9:.0f} GB needed", remedy)
     if free < 5e9:
         return Finding("disk", "warning", f"{detail}: checkpoints may not fit", "free some space")

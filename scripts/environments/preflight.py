@@ -149,14 +149,14 @@ def check_disk(sections: Iterable[Section], venvs: Path, variables: Mapping[str,
             raise SetupError(
                 f"the disk of {place} is too small",
                 why=f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free",
-                remedy="free some space, or choose another disk with --venvs DIR and UV_CACHE_DIR",
+                remedy="free some space, or choose another disk with TANDEM_VENVS and UV_CACHE_DIR",
             )
 
 
 def find_python(lock: Lock, environment: str, accelerator: str, requested: Path | None = None) -> tuple[Path, str]:
     """A Python interpreter that an environment is locked for, and its version such as `3.11`.
 
-    The one that runs this script is preferred, then the newest on the machine.
+    The one that `TANDEM_PYTHON` names is preferred, then the one that runs this script, then the newest on the machine.
 
     Raises:
         SetupError: the environment is not in the lock, or no fitting interpreter is found.
@@ -175,11 +175,13 @@ def find_python(lock: Lock, environment: str, accelerator: str, requested: Path 
     raise SetupError(
         f"no Python {' or '.join(wanted)}" + (f" at {requested}" if requested else ""),
         why=f"{environment} is locked for it and this machine's Python is {platform.python_version()}",
-        remedy=f"install python{wanted[-1]} (or name one with --python PATH)",
+        remedy=f"install python{wanted[-1]} (or name one with TANDEM_PYTHON=PATH)",
     )
 
 
 def _candidates(versions: list[str]) -> Iterator[Path]:
+    if named := os.environ.get("TANDEM_PYTHON"):
+        yield Path(shutil.which(named) or named)
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     yield Path(sys.base_prefix) / "bin" / f"python{running}"
     for version in reversed(versions):

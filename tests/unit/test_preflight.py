@@ -115,14 +115,30 @@ def lock_for(tmp_path, python):
     return lockfile.read(path)
 
 
-def test_the_running_python_is_preferred(tmp_path):
+def test_the_running_python_is_preferred(tmp_path, monkeypatch):
+    monkeypatch.delenv("TANDEM_PYTHON", raising=False)
     found, version = preflight.find_python(lock_for(tmp_path, wheelhouse.PYTHON), "trainer", "cpu")
     assert (found, version) == (Path(sys.base_prefix, "bin", f"python{wheelhouse.PYTHON}"), wheelhouse.PYTHON)
 
 
+def test_a_python_that_the_environment_names_comes_before_it(tmp_path, monkeypatch):
+    named = tmp_path / "named"
+    named.symlink_to(sys.executable)
+    lock = lock_for(tmp_path, wheelhouse.PYTHON)
+    for value in (str(named), "named"):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setenv("TANDEM_PYTHON", value)
+        assert preflight.find_python(lock, "trainer", "cpu") == (named, wheelhouse.PYTHON)
+    monkeypatch.setenv("TANDEM_PYTHON", str(tmp_path / "gone"))
+    assert preflight.find_python(lock, "trainer", "cpu")[0] != named
+
+
 def test_a_python_that_is_not_locked_is_refused(tmp_path):
     lock = lock_for(tmp_path, "3.99")
-    with pytest.raises(SetupError, match=r"no Python 3\.99: trainer is locked for it.*install python3\.99"):
+    with pytest.raises(
+        SetupError,
+        match=r"no Python 3\.99: trainer is locked for it.*install python3\.99 \(or name one with TANDEM_PYTHON=",
+    ):
         preflight.find_python(lock, "trainer", "cpu")
     with pytest.raises(SetupError, match=r"no Python 3\.99 at "):
         preflight.find_python(lock, "trainer", "cpu", Path(sys.executable))

@@ -194,6 +194,16 @@ def test_wheels_may_lie_in_several_folders(lab):
     assert_works(lab)
 
 
+@pytest.mark.parametrize("script", ["scripts/setup_envs.sh", "scripts/doctor.py"])
+def test_a_variable_names_the_place_of_the_environments(tmp_path, script):
+    shell = ["sh"] if script.endswith(".sh") else [sys.executable]
+    variables = {"PATH": "/usr/bin:/bin", "TANDEM_PYTHON": sys.executable, "TANDEM_VENVS": str(tmp_path / "elsewhere")}
+    told = subprocess.run(
+        [*shell, ROOT / script, "--help"], env=variables, capture_output=True, text=True, check=True, timeout=DEADLINE_S
+    )
+    assert f"({tmp_path}/elsewhere)" in "".join(told.stdout.split())
+
+
 def test_a_repeat_calls_nothing(lab):
     assert lab.run().returncode == 0
     again = lab.run(TANDEM_UV="/nonexistent")

@@ -75,7 +75,7 @@ def test_it_prepares_then_becomes_tandem_train(checkout):
 
 def test_tandem_train_keeps_the_process_id(checkout):
     child = subprocess.Popen(
-        [sys.executable, str(checkout / "scripts/train.py")], stdout=subprocess.PIPE, text=True, cwd=checkout
+        [sys.executable, str(checkout / "scripts/train.py")], stdout=subprocess.PIPE, text=True, cwd=checkout, env={}
     )
     output, _ = child.communicate(timeout=60)
     assert f"pid: {child.pid}" in output
