@@ -65,9 +65,15 @@ def _plans(options: argparse.Namespace) -> list[install.Plan]:
     names = list(dict.fromkeys(chosen))
     if options.accelerator != "any":
         return _plans_for(names, lock, options.accelerator, options)
-    found = [install.installed(catalogue.ENVIRONMENTS[name], lock, catalogue.ROOT, options.venvs) for name in names]
-    plans = [plan for plan in found if plan]
-    missing = [name for name in names if name not in {plan.environment.name for plan in plans}]
+    plans, missing = [], []
+    for name in names:
+        plan = install.installed(catalogue.ENVIRONMENTS[name], lock, catalogue.ROOT, options.venvs)
+        if not (plan and install.is_ready(plan)) and install.is_whole(options.venvs / name):
+            say(f"{name}: as it is installed, of an older lock")
+        elif plan:
+            plans.append(plan)
+        else:
+            missing.append(name)
     return plans + (_plans_for(missing, lock, None, options) if missing else [])
 
 

@@ -100,7 +100,12 @@ def _linked(plan: Plan) -> bool:
 
 def is_complete(plan: Plan) -> bool:
     """Whether the environment is built, be it the one switched to or not."""
-    return atomic.read_marker(plan.build) is not None and (plan.build / "bin" / "python").exists()
+    return is_whole(plan.build)
+
+
+def is_whole(build: Path) -> bool:
+    """Whether a build, or the link to it, was finished, of whichever lock."""
+    return atomic.read_marker(build) is not None and (build / "bin" / "python").exists()
 
 
 def _check_is_due(plan: Plan) -> bool:

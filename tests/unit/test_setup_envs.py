@@ -361,15 +361,21 @@ def test_any_leaves_what_is_there_as_it_is_whatever_it_was_built_for(halves, acc
     assert (halves.linked(), halves.builds(), halves.calls()) == (build, [build], calls)
 
 
-def test_any_builds_what_this_machine_needs_where_nothing_current_is_there(halves):
+def test_any_builds_what_this_machine_needs_where_nothing_is_there(halves):
     set_up(halves, "--accelerator", "any")
     assert halves.marker()["accelerator"] == "cpu"
+
+
+def test_any_takes_what_is_there_of_an_older_lock_too(halves):
     set_up(halves, "--accelerator", "cuda")
-    cuda = halves.linked()
+    build, calls = halves.linked(), halves.calls()
     halves.write_lock(wheelhouse.make_wheel(halves.wheels, "tiny", "2.0"))
+    done = set_up(halves, "--accelerator", "any", check=True, TANDEM_UV="/nonexistent")
+    assert "trainer: as it is installed, of an older lock" in done.stdout
+    assert (halves.linked(), halves.builds(), halves.calls()) == (build, [build], calls)
+    (halves.link / atomic.MARKER).unlink()
     set_up(halves, "--accelerator", "any")
     assert halves.marker()["accelerator"] == "cpu"
-    assert halves.builds() == sorted([cuda, halves.linked()])
 
 
 def test_any_switches_to_a_current_build_rather_than_make_one(halves):
