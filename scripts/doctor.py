@@ -2,13 +2,14 @@
 """Say what is wrong with this machine or with the installation, and what to do about it.
 
     scripts/doctor.py            check the machine, the environments and their compiled parts
-    scripts/doctor.py --json     the same as one JSON object
+    scripts/doctor.py --json     the same as one JSON object; steps go to standard error
     scripts/doctor.py --smoke    then run a small training from end to end, in numbered steps
 
 Exit status: 0 all is well, 1 there are warnings, 2 Tandem cannot run.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -26,14 +27,14 @@ def main(argv: list[str] | None = None) -> int:
     """Print the report and return the exit status."""
     options = _parse(argv)
     findings = examine(options.accelerator, options.venvs, options.lock, options.python)
-    if options.json:
-        report = {"checks": [asdict(finding) for finding in findings], "status": exit_status(findings)}
-        print(json.dumps(report, indent=1))
-    else:
-        _print(findings)
     status = exit_status(findings)
+    if not options.json:
+        _print(findings)
     if options.smoke and status < 2:
-        return max(status, rehearsal.rehearse(options.venvs, SMOKE_CONFIG))
+        with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
+            status = max(status, rehearsal.rehearse(options.venvs, SMOKE_CONFIG))
+    if options.json:
+        print(json.dumps({"checks": [asdict(finding) for finding in findings], "status": status}, indent=1))
     return status
 
 
@@ -50,18 +51,21 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def examine(accelerator: str | None, venvs: Path, lock: Path, python: Path | None = None) -> list[Finding]:
     """All findings, the machine's first."""
-    gpus: list[preflight.Gpu] | SetupError
+    gpus: list[preflight.Gpu] | SetupError | None
     try:
-        gpus = preflight.gpus()
+        # As in set-up: a machine that is told to use its CPU may have a broken driver.
+        gpus = None if accelerator == "cpu" else preflight.gpus()
     except SetupError as error:
         gpus = error
     found = accelerator or ("cuda" if gpus else "cpu")
     try:
-        plans = _plans(lockfile.read(lock), found, venvs, python, gpu=isinstance(gpus, list) and bool(gpus))
+        locked = lockfile.read(lock)
+        plans = _plans(locked, found, venvs, python, gpu=isinstance(gpus, list) and bool(gpus))
     except SetupError as error:
         return [machine.refused("lock and Python", error)]
     sections = [plan.section for plan in plans]
-    return [*machine.check(sections, gpus, plans[0].python, venvs), *installation.check(plans)]
+    built = [installation.as_built(plan, locked) for plan in plans]
+    return [*machine.check(sections, gpus, plans[0].python, venvs), *installation.check(built, found)]
 
 
 def _plans(lock: lockfile.Lock, accelerator: str, venvs: Path, python: Path | None, *, gpu: bool) -> list[Plan]:

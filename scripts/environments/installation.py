@@ -6,11 +6,13 @@ import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from environments import atomic, compiling, smoke
 from environments.findings import Finding
 from environments.install import Plan
+from environments.lockfile import Lock
 from environments.processes import clean_environment
 
 PROBE_TIMEOUT_S = 180.0
@@ -26,10 +28,20 @@ _COMPILED = {
 }
 
 
-def check(plans: list[Plan]) -> list[Finding]:
-    """Check each environment. One server is enough to run; the trainer is not to be done without."""
+def as_built(plan: Plan, lock: Lock) -> Plan:
+    """The plan of what is there instead: from the section that it names itself, where the lock still has that."""
+    section = lock.sections.get((atomic.read_marker(plan.link) or {}).get("section", ""))
+    return replace(plan, section=section, accelerator=section.accelerator) if section else plan
+
+
+def check(plans: list[Plan], accelerator: str) -> list[Finding]:
+    """Check each environment, which is to run on `accelerator`.
+
+    One server is enough to run; the trainer is not to be done without.
+    """
     with ThreadPoolExecutor() as pool:
         found = [finding for findings in pool.map(environment, plans) for finding in findings]
+    found += [_other(plan, accelerator) for plan in plans if plan.accelerator != accelerator]
     servers = [plan for plan in plans if plan.environment.engine]
     if servers and not any(plan.link.exists() for plan in servers):
         found.append(Finding("servers", "failure", "neither server environment is installed", _SETUP))
@@ -43,6 +55,12 @@ def environment(plan: Plan) -> list[Finding]:
         missing = "warning" if plan.environment.engine else "failure"
         return [Finding(name, missing, f"{plan.link} is not installed", f"{_SETUP} --only {name}")]
     return [_against_lock(plan), *_options(plan), *compiling.check(plan, installed(plan)), *_compiled(plan)]
+
+
+def _other(plan: Plan, accelerator: str) -> Finding:
+    name = plan.environment.name
+    why = f"was built for {plan.accelerator}, and a run here is for {accelerator}"
+    return Finding(f"{name} accelerator", "warning", why, f"{_SETUP} --only {name} --accelerator {accelerator}")
 
 
 def _against_lock(plan: Plan) -> Finding:

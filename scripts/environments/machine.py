@@ -16,10 +16,11 @@ _SHARED_MEMORY = 1 << 30
 _TIMEOUT_S = 30.0
 
 
-def check(sections: list[Section], gpus: list[Gpu] | SetupError, python: Path, venvs: Path) -> list[Finding]:
+def check(sections: list[Section], gpus: list[Gpu] | SetupError | None, python: Path, venvs: Path) -> list[Finding]:
     """Check the machine for the sections that it is to run.
 
-    `gpus` is the driver's list or its failure; `python` is the interpreter that the environments are built with.
+    `gpus` is the driver's list or its failure, or None: it was not asked. `python` is the interpreter that the
+    environments are built with.
     """
     headers = python.resolve().parents[1] / "include" / f"python{sections[0].python}"
     found = [_platform(sections), *_driver(sections, gpus)]
@@ -44,8 +45,10 @@ def refused(name: str, error: SetupError) -> Finding:
     return Finding(name, "failure", f"{error.what}: {error.why}", error.remedy)
 
 
-def _driver(sections: list[Section], gpus: list[Gpu] | SetupError) -> Iterator[Finding]:
-    if isinstance(gpus, SetupError):
+def _driver(sections: list[Section], gpus: list[Gpu] | SetupError | None) -> Iterator[Finding]:
+    if gpus is None:
+        yield Finding("driver", "ok", "not asked: the CPU is to be used")
+    elif isinstance(gpus, SetupError):
         yield refused("driver", gpus)
     elif not gpus:
         yield Finding("driver", "ok", "no NVIDIA GPU: small models run on the CPU")

@@ -19,7 +19,7 @@ from environments.processes import clean_environment, tail
 MARK = "TANDEM_SMOKE"
 IMPORT_S, CHECK_S, STEP_S = 300.0, 120.0, 600.0
 POLL_S = 0.1
-HALVES = ("trainer", "server-vllm")
+BACKENDS = ("vllm", "sglang")
 LOGS = ("errors", "run/smoke/trainer.log", "run/smoke/engine.log", "run/smoke/server.log")
 
 
@@ -47,7 +47,7 @@ def rehearse(venvs: Path, config: Path) -> int:
 
 
 class Rehearsal:
-    """One training of config in folder, by the environments in venvs."""
+    """One training of config in folder, by the environments in venvs; the server's is the first that is there."""
 
     def __init__(self, venvs: Path, config: Path, folder: Path) -> None:
         self._venvs = venvs
@@ -57,7 +57,18 @@ class Rehearsal:
         self._environment = clean_environment({"TANDEM_VENVS": str(venvs), MARK: self._mark})
         # Where it is set, importing the libraries takes three times as long, each time.
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        words = ["--config", str(config), "--run", "smoke", "--set", f"output_dir={folder / 'run'}"]
+        there = [name for name in BACKENDS if (venvs / f"server-{name}" / "bin" / "python").exists()]
+        self._backend = (there or BACKENDS)[0]
+        words = [
+            "--config",
+            str(config),
+            "--backend",
+            self._backend,
+            "--run",
+            "smoke",
+            "--set",
+            f"output_dir={folder / 'run'}",
+        ]
         self._command = [str(venvs / "trainer" / "bin" / "tandem-train"), *words]
         self._training: subprocess.Popen[bytes] | None = None
 
@@ -88,7 +99,7 @@ class Rehearsal:
                 self._training.kill()
 
     def _imports(self) -> None:
-        for name in HALVES:
+        for name in ("trainer", f"server-{self._backend}"):
             modules = ", ".join(catalogue.ENVIRONMENTS[name].imports)
             self._quick([str(self._venvs / name / "bin" / "python"), "-c", f"import {modules}"], IMPORT_S)
 

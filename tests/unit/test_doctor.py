@@ -58,7 +58,7 @@ class Installed:
             name, version = line.split()[0].split("==")
             self.package(plan, name, version)
         (plan.build / "engine_options.json").write_text("{}")
-        atomic.write_marker(plan.build, {"digest": plan.digest})
+        atomic.write_marker(plan.build, {"digest": plan.digest, "section": plan.section.key})
         atomic.point(plan.link, plan.build)
 
     def package(self, plan, name, version="1.0", code=""):
@@ -81,7 +81,7 @@ def installed(tmp_path):
 
 
 def test_a_sound_installation_is_ok(installed):
-    findings = installation.check(installed.plans())
+    findings = installation.check(installed.plans(), "cpu")
     assert [finding.name for finding in findings if finding.status != "ok"] == []
     assert {"trainer", "trainer torch", "trainer torchao", "server-vllm", "server-sglang"} <= {f.name for f in findings}
 
@@ -225,7 +225,7 @@ def test_sglang_compiles_with_its_environments_own_where_no_place_has_a_compiler
 def test_the_trainer_and_one_server_are_needed(installed, gone, status):
     for name in gone:
         (installed.venvs / name).unlink()
-    assert exit_status(installation.check(installed.plans())) == status
+    assert exit_status(installation.check(installed.plans(), "cpu")) == status
 
 
 def test_exit_status_is_the_worst():
@@ -261,6 +261,30 @@ def test_a_pythonpath_is_a_warning_that_names_it():
     assert "/opt/other/site-packages" in finding.detail
     assert "unset PYTHONPATH" in finding.remedy
     assert not [*machine.python_path({"PYTHONPATH": ""}), *machine.python_path({})]
+
+
+def test_a_build_is_judged_by_its_own_section_and_one_for_the_other_accelerator_is_a_warning(installed):
+    cpu = wheelhouse.lock_text(*((name, "cpu", installed.lines) for name in catalogue.DEFAULT))
+    cuda = wheelhouse.lock_text(*((name, "cuda", [f"torch==2.13.0 {HASH}"]) for name in catalogue.DEFAULT))
+    installed.lock_path.write_text(cpu + cuda.removeprefix("version = 1\n"))
+    findings = doctor.examine("cuda", installed.venvs, installed.lock_path)
+    found = {finding.name: finding for finding in findings}
+    for name in catalogue.DEFAULT:
+        assert found[name].status == "ok"
+        warning = found[f"{name} accelerator"]
+        assert (warning.status, warning.detail) == ("warning", "was built for cpu, and a run here is for cuda")
+        assert warning.remedy == f"run scripts/setup_envs.sh --only {name} --accelerator cuda"
+    findings = doctor.examine("cpu", installed.venvs, installed.lock_path)
+    assert not [finding for finding in findings if finding.name.endswith("accelerator")]
+
+
+def test_a_machine_that_is_told_to_use_its_cpu_may_have_a_broken_driver(installed, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = {finding.name: finding for finding in doctor.examine("cpu", installed.venvs, installed.lock_path)}
+    assert found["driver"] == Finding("driver", "ok", "not asked: the CPU is to be used")
 
 
 def test_little_shared_memory_is_a_warning(tmp_path, monkeypatch):
@@ -306,6 +330,12 @@ def test_the_report_is_for_people_or_for_programs(installed):
     (failed,) = [check for check in report["checks"] if check["status"] == "failure"]
     assert failed["name"] == "trainer"
     assert failed["remedy"]
+
+
+def test_a_rehearsal_leaves_the_report_for_programs_one_json_object(installed):
+    told = run_doctor(installed, "--json", "--smoke")
+    assert json.loads(told.stdout)["status"] == told.returncode == 2
+    assert "1. both halves import what they need: FAILED" in told.stderr
 
 
 def test_the_pythonpath_of_a_run_is_reported(installed, tmp_path):

@@ -30,6 +30,7 @@ if {{reached}} < 4:
     sys.exit("a library's warning\\ntandem-train: The GPU is on holiday.\\n  why: It is Sunday.")
 {{ending}}
 """
+NOTE = 'Path(sys.argv[0]).with_name("backend").write_text(words[words.index("--backend") + 1])'
 TIDY = '(folder / "connection.json").unlink()'
 
 
@@ -83,6 +84,18 @@ def test_the_first_step_that_is_not_reached_ends_it_with_the_reason(venvs, capsy
     said = lines(capsys)
     assert len(said) == 3 + reached
     assert said[-1].endswith("FAILED (The GPU is on holiday.)")
+
+
+def test_the_server_that_is_installed_is_the_one_that_samples(venvs, capsys):
+    training(venvs, reached=0)
+    train = venvs / "trainer" / "bin" / "tandem-train"
+    train.write_text(train.read_text().replace("words = sys.argv[1:]", f"words = sys.argv[1:]\n{NOTE}"))
+    for backend in ("vllm", "sglang"):
+        if backend == "sglang":
+            (venvs / "server-vllm").rename(venvs / "server-sglang")
+        assert rehearse(venvs, Path("smoke.toml")) == 2
+        assert lines(capsys)[-1].startswith("3. ")
+        assert (venvs / "trainer" / "bin" / "backend").read_text() == backend
 
 
 def test_an_import_that_fails_is_told(venvs, capsys):
