@@ -21,10 +21,17 @@ def hold(path: Path, *, timeout_s: float) -> Iterator[int]:
     The kernel drops the lock when the last process that has the descriptor ends, however it ends.
 
     Raises:
-        SetupError: another process still holds it after `timeout_s` seconds.
+        SetupError: another process still holds it after `timeout_s` seconds, or it cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise SetupError(
+            f"cannot write to {path.parent}",
+            why=error.strerror or str(error),
+            remedy="make it writable, or choose another place with TANDEM_VENVS",
+        ) from None
     try:
         _acquire(descriptor, path, timeout_s)
         os.ftruncate(descriptor, 0)

@@ -142,7 +142,7 @@ def check_disk(sections: Iterable[Section], venvs: Path, variables: Mapping[str,
     """
     needed = sum(map(bytes_needed, sections))
     cache = Path(variables.get("UV_CACHE_DIR") or Path(variables.get("XDG_CACHE_HOME") or "~/.cache", "uv"))
-    for place in (venvs, cache.expanduser()):
+    for place in (venvs, *_expanded(cache)):
         existing = next(path for path in (place, *place.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
         if free < needed:
@@ -151,6 +151,14 @@ def check_disk(sections: Iterable[Section], venvs: Path, variables: Mapping[str,
                 why=f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free",
                 remedy="free some space, or choose another disk with TANDEM_VENVS and UV_CACHE_DIR",
             )
+
+
+def _expanded(path: Path) -> list[Path]:
+    """A path under a user's home; none for a user without one, as in a container that runs as any uid."""
+    try:
+        return [path.expanduser()]
+    except RuntimeError:
+        return []
 
 
 def find_python(lock: Lock, environment: str, accelerator: str, requested: Path | None = None) -> tuple[Path, str]:
@@ -188,7 +196,8 @@ def _candidates(versions: list[str]) -> Iterator[Path]:
         found = shutil.which(f"python{version}")
         if found:
             yield Path(found)
-        yield from sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python{version}"), reverse=True)
+        for pyenv in _expanded(Path("~/.pyenv/versions")):
+            yield from sorted(pyenv.glob(f"{version}.*/bin/python{version}"), reverse=True)
 
 
 def _version(python: Path) -> str | None:

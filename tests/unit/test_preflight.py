@@ -1,5 +1,6 @@
 """What set-up refuses before it installs anything, how it reads pip's settings, and how it explains uv's failures."""
 
+import pwd
 import sys
 from pathlib import Path
 
@@ -106,6 +107,17 @@ def test_the_disk_of_the_cache_counts_too(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.shutil, "disk_usage", usage)
     with pytest.raises(SetupError, match=r"disk of .*full/uv is too small"):
         preflight.check_disk([section()], tmp_path, {"UV_CACHE_DIR": str(full / "uv")})
+
+
+def test_a_user_without_a_home_is_no_error(tmp_path, monkeypatch):
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    preflight.check_disk([section()], tmp_path, {})
+    with pytest.raises(SetupError, match=r"no Python 3\.99"):
+        preflight.find_python(lock_for(tmp_path, "3.99"), "trainer", "cpu")
 
 
 def lock_for(tmp_path, python):

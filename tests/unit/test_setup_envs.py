@@ -3,6 +3,7 @@
 Real uv and real environments, with tiny wheels instead of the real packages.
 """
 
+import ast
 import json
 import mmap
 import os
@@ -404,6 +405,16 @@ def test_a_folder_in_the_way_is_not_touched(lab):
     assert (lab.link / "mine").exists()
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_in_one_line(lab):
+    lab.venvs.touch()
+    refused = lab.run()
+    assert refused.returncode == 1
+    assert refused.stderr.strip() == (
+        f"error: cannot write to {lab.venvs}/.locks: Not a directory. "
+        "Do: make it writable, or choose another place with TANDEM_VENVS"
+    )
+
+
 def test_an_import_that_fails_is_an_error_with_its_log(lab):
     process = lab.run()
     assert process.returncode == 0
@@ -449,6 +460,20 @@ def test_a_python_that_is_too_old_is_refused_in_one_line(tmp_path):
         "error: no Python 3.11 or newer: Python 3.9.2 is what this machine has. "
         "Do: install python3.11 or python3.12, or name one with TANDEM_PYTHON=/path/to/python"
     )
+
+
+@pytest.mark.parametrize("script", ["doctor.py", "lock_envs.py", "train.py"])
+def test_a_script_says_so_when_its_python_is_too_old(script):
+    for path in (ROOT / "scripts" / script, ROOT / "scripts/environments/__init__.py"):
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
+    old = "import runpy, sys; sys.version_info, sys.version = (3, 10, 13), '3.10.13'; del sys.argv[0]; "
+    command = [sys.executable, "-c", f"{old}runpy.run_path(sys.argv[0], run_name='__main__')", f"scripts/{script}"]
+    variables = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "scripts"}
+    told = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+    )
+    assert told.returncode == 1
+    assert told.stderr.strip() == f"{script} needs Python 3.11 or newer, and this is 3.10.13: run it with python3.11."
 
 
 def test_a_marker_says_what_was_built(lab):
