@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from types import FrameType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = ROOT / "scripts" / "setup_envs.sh"
@@ -102,13 +103,31 @@ def prepare(names: list[str], kind: str) -> None:
     """
     command = ["sh", str(SETUP), "--only", *names, "--venvs", str(venvs())]
     command += [] if kind == "auto" else ["--accelerator", kind]
-    try:
-        code = subprocess.run(command, check=False).returncode
-    except KeyboardInterrupt:
-        # It was interrupted as well, and has said how to go on.
-        code = 130
+    code = run(command)
     if code:
         sys.exit(code)
+
+
+def run(command: list[str]) -> int:
+    """Its exit status; 130 when a Ctrl-C or SIGTERM came, which is passed on: it ends what it has started."""
+    asked: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+        for child in started:
+            child.send_signal(number)
+
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    child = subprocess.Popen(command)
+    started.append(child)
+    for number in asked[:1]:  # It came before there was a child to find.
+        child.send_signal(number)
+    code = child.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return 130 if asked else code
 
 
 def venvs() -> Path:

@@ -465,7 +465,7 @@ def test_a_python_that_is_too_old_is_refused_in_one_line(tmp_path):
 @pytest.mark.parametrize("script", ["doctor.py", "lock_envs.py", "train.py"])
 def test_a_script_says_so_when_its_python_is_too_old(script):
     for path in (ROOT / "scripts" / script, ROOT / "scripts/environments/__init__.py"):
-        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 7))
     old = "import runpy, sys; sys.version_info, sys.version = (3, 10, 13), '3.10.13'; del sys.argv[0]; "
     command = [sys.executable, "-c", f"{old}runpy.run_path(sys.argv[0], run_name='__main__')", f"scripts/{script}"]
     variables = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "scripts"}

@@ -1,6 +1,9 @@
 """scripts/train.py: the standard library alone, the right environments, then tandem-train in its place."""
 
 import ast
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -142,6 +145,33 @@ def test_a_failed_setup_ends_it(checkout):
     done = run(checkout, SETUP_CODE="7")
     assert done.returncode == 7
     assert "train: " not in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_setup_is_passed_on_and_its_end_waited_for(checkout, number):
+    (checkout / "scripts/setup_envs.sh").write_text(
+        """trap 'sleep 0.2; echo ended; exit 130' INT TERM; echo begun; while :; do sleep 0.05; done"""
+    )
+    child = subprocess.Popen(
+        # A test runner in the background ignores SIGINT, and its children would as well.
+        ["env", "--default-signal=INT", sys.executable, str(checkout / "scripts/train.py")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    assert child.stdout
+    with child.stdout as output:
+        assert output.readline() == "begun\n"
+        child.send_signal(number)
+        try:
+            assert child.wait(60) == 130
+            with pytest.raises(ProcessLookupError):  # Nobody is left: the end of the set-up was waited for.
+                os.killpg(child.pid, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        assert output.read() == "ended\n"
 
 
 @pytest.mark.parametrize(
