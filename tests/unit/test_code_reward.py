@@ -1,6 +1,7 @@
 """Code that a model wrote, run with its example's tests: what passes is paid, and what it starts ends with it."""
 
 import gc
+import json
 import os
 import time
 from pathlib import Path
@@ -32,6 +33,8 @@ def pay(completion, tests=TESTS, **args):
         (f"Sure:\n```python\n{ADD}```\nIt adds.", 1.0),
         (f"```python\ndef add(a, b): return 0\n```\nBetter:\n```python\n{ADD}```", 1.0),
         (f"```python\n{ADD}", 1.0),
+        ("1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n", 1.0),
+        (f"```python {{.numberLines}}\n{ADD}```", 1.0),
         ([{"role": "assistant", "content": ADD}], 1.0),
         ("def add(a, b):\n    return int(a) + int(b)", 0.75),
         ("def add(a, b):\n    return 3", 0.25),
@@ -67,6 +70,39 @@ def test_tests_as_one_text_count_their_asserts():
     assert pay(ADD, check) == 1.0
     assert pay("def add(a, b): return 3", check) == 0.0
     assert pay(ADD, "from solution import add as sum_of\nassert sum_of(1, 2) == 3") == 1.0
+
+
+def test_what_asserts_in_a_text_is_a_test_whatever_statement_it_stands_in():
+    wrong = "def add(a, b): return 99"
+    loop = "assert True\nfor at in range(3):\n    assert add(at, 1) == at + 1"
+    call = "def check(it):\n    assert it(1, 2) == 3\n\nassert callable(add)\ncheck(add)"
+    for tests in (loop, call):
+        assert pay(ADD, tests) == 1.0
+        assert pay(wrong, tests) == 0.5
+    assert pay(wrong, "if add(1, 2) == 3:\n    pass\nelse:\n    raise ValueError") == 0.0
+
+
+@pytest.mark.parametrize("tests", [str(TESTS), json.dumps(TESTS)])
+def test_a_list_that_a_text_holds_is_a_list_of_tests(tests):
+    assert pay("def add(a, b):\n    return int(a) + int(b)", tests) == 0.75
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "def check(it):\n    assert it(1, 2) == 3",
+        ["def test_add():\n    assert add(1, 2) == 3"],
+        [TESTS[0], "add(1, 2) == 3"],
+        "import unittest\n\nclass Test(unittest.TestCase):\n    def test(self):\n        assert add(1, 2) == 3",
+        "if __name__ == '__main__':\n    assert add(1, 2) == 3",
+        "'add(1, 2) == 3'",
+        "[1, 2]",
+        "# add(1, 2) == 3",
+    ],
+)
+def test_tests_that_any_code_passes_are_refused(tests):
+    with pytest.raises(RewardError, match=r"(?s)tests.*for row 1\.\n  prompt: 'q'"):
+        load()(["p", "q"], [ADD, ADD], tests=[TESTS, tests])
 
 
 @pytest.mark.parametrize("tests", [None, "", " ", [], ["a", 1], 3, "assert (", "x" + "("])

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from trainer_env.rewards.completions import Completion, RewardFunction, RowError
 
 _PROGRAM = Path(__file__).with_name("run_tests.py")
 _MAX_ANSWER_BYTES = 2**20
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 Step = tuple[str, bool]
 """Source, and whether it is a test that counts."""
@@ -36,7 +37,8 @@ def code_execution(
     """The share of its example's tests that a completion's Python passes; all_or_nothing: 1 if it passes all, else 0.
 
     The code is the last ```python block, or all of the completion. tests_column holds a list of tests, or one text in
-    which each top-level assert is a test and all else prepares them (without an assert the whole text is one test).
+    which each top-level statement with an assert in it, or a call of a function of the text that asserts, is a test and
+    all else prepares them (without one the whole text is one test). What only pytest or unittest would call is refused.
     Each completion runs in a process of its own with Python's standard library: an empty folder that is deleted
     afterwards, no input, no output, no environment, at most `seconds` of time and of CPU, memory_mib of memory,
     10 MiB a file, and (unless root runs it) no further process or thread. parallel: completions at once; 0: one a CPU.
@@ -71,18 +73,76 @@ def _code(text: str) -> str:
 
 
 def _steps(row: int, tests: Any) -> list[Step]:
-    """What is run after a completion. Raises RowError for what is no tests."""
+    """What is run after a completion. Raises RowError for what is no tests, and for a test that any code passes."""
     if isinstance(tests, str) and tests.strip():
-        try:
-            parts = ast.parse(tests).body
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise RowError(row, f"its tests are not Python: {error}") from None
-        if not any(isinstance(part, ast.Assert) for part in parts):
-            return [(tests, True)]
-        return [(ast.unparse(part), isinstance(part, ast.Assert)) for part in parts]
+        parts = _parsed(row, tests)
+        listed = _listed(parts)
+        return _steps_of_text(row, tests, parts) if listed is None else _steps(row, listed)
     if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
-        return [(test, True) for test in tests]
+        return [_whole(row, test, _parsed(row, test)) for test in tests]
     raise RowError(row, f"expected its tests as text or as a list of texts, got {tests!r:.80}")
+
+
+def _parsed(row: int, test: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(test).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RowError(row, f"its tests are not Python: {error}") from None
+
+
+def _listed(parts: Sequence[ast.stmt]) -> list[Any] | None:
+    """The texts of a list that a column of plain text holds, as JSON or as Python writes it."""
+    match parts:
+        case [ast.Expr(value=ast.List() as tests)] if all(isinstance(test, ast.Constant) for test in tests.elts):
+            return ast.literal_eval(tests)
+    return None
+
+
+def _steps_of_text(row: int, text: str, parts: Sequence[ast.stmt]) -> list[Step]:
+    """Each statement of a text; those that assert are its tests. Without one the whole text is a test."""
+    checks = {part.name for part in parts if isinstance(part, _FUNCTIONS) and _asserts(part.body, ())}
+    steps = [(ast.unparse(part), not _is_idle(part) and _asserts([part], checks)) for part in parts]
+    return steps if any(counts for _, counts in steps) else [_whole(row, text, parts)]
+
+
+def _whole(row: int, text: str, parts: Sequence[ast.stmt]) -> Step:
+    if all(map(_is_idle, parts)):
+        raise RowError(
+            row,
+            f"its tests check nothing: {text!r:.80} calls no code and has no assert outside a function or class "
+            "(what pytest or unittest would call is not called)",
+        )
+    return text, True
+
+
+def _asserts(nodes: Iterable[ast.AST], checks: Collection[str]) -> bool:
+    """Whether an assert, or a call of one of these functions, is in them outside a function or class of their own."""
+    left = list(nodes)
+    while left:
+        match left.pop():
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                pass
+            case ast.Assert():
+                return True
+            case ast.Call(func=ast.Name(id=name)) if name in checks:
+                return True
+            case node:
+                left += ast.iter_child_nodes(node)
+    return False
+
+
+def _is_idle(part: ast.stmt) -> bool:
+    """Whether a statement passes with any code: a definition, a value that is dropped, a block for the main program."""
+    match part:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom() | ast.Pass():
+            return True
+        case ast.Expr(value=ast.Compare()):
+            return True
+        case ast.Expr() | ast.Assign() | ast.AnnAssign():
+            return not any(isinstance(node, ast.Call) for node in ast.walk(part))
+        case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+            return True
+    return False
 
 
 def _passed(code: str, steps: Sequence[Step], seconds: float, memory_bytes: int) -> int:

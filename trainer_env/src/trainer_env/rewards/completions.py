@@ -1,5 +1,6 @@
 """What reward functions are given and give back, and how a completion is read."""
 
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -35,9 +36,9 @@ def text_of(completion: Completion) -> str:
 
 
 def last_block(text: str, languages: Collection[str]) -> str | None:
-    """The inside of the last fenced block in one of these languages; None without one.
+    """The inside of the last fenced block in one of these languages, without a common indent; None without one.
 
-    A block whose end is missing goes to the end of the text.
+    The language is the first word behind the fence. A block whose end is missing goes to the end of the text.
     """
     found: str | None = None
     inside: list[str] | None = None
@@ -50,5 +51,6 @@ def last_block(text: str, languages: Collection[str]) -> str | None:
             found = "".join(inside) if wanted else found
             inside = None
         elif mark.startswith("```"):
-            inside, wanted = [], mark[3:].strip().lower() in languages
-    return "".join(inside) if inside is not None and wanted else found
+            inside, wanted = [], mark[3:].strip().lower().partition(" ")[0] in languages
+    found = "".join(inside) if inside is not None and wanted else found
+    return None if found is None else textwrap.dedent(found)
