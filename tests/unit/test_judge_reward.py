@@ -105,6 +105,17 @@ def failure(server, completions=("c",), **args):
         ('```json\n{"score": "4.5", "of": 10}\n```', 0.45),
         ("<think>1 or 2</think>10", 1.0),
         ("0", 0.0),
+        ("**7**/10", 0.7),
+        ("I give 8 of 10", 0.8),
+        ("Score: 7 (out of 10)", 0.7),
+        ("Rating: [[7]] out of [[10]]", 0.7),
+        ("7 on a scale of 0 to 10", 0.7),
+        ("On a scale (1\u201310.0) it is 7", 0.7),
+        ("Score: 7/10 because 2 errors", 0.7),
+        ("10/10", 1.0),
+        ("2 of 3 facts are right.\nScore: 4", 0.4),
+        ("1. Right\n2. Clear\n**Score:** 10", 1.0),
+        ("0 faults.\n\n**10**.", 1.0),
     ],
 )
 def test_a_reply_counts_by_its_score_or_its_last_number(judge, reply, expected):
@@ -227,10 +238,11 @@ def flood(handler):
         ((200, b"\xff\xfe"), "not a chat completion", 1),
         (drop, "no connection", 3),
         (flood, "a reply of more than", 1),
-        ("no idea", "replied twice without a number from 0 to 10: 'no idea'", 2),
-        ("99", "without a number from 0 to 10: '99'", 2),
-        ((200, b'{"choices": [{"message": {"content": null}}]}'), "without a number from 0 to 10: ''", 2),
-        ("9" * 5000, "without a number", 2),
+        ("no idea", "replied twice without a clear number from 0 to 10", 2),
+        ("99", "nothing but the number): '99'", 2),
+        ((200, b'{"choices": [{"message": {"content": null}}]}'), "nothing but the number): ''", 2),
+        ("9" * 5000, "without a clear number", 2),
+        ("11/10", "without a clear number", 2),
     ],
 )
 def test_lasting_trouble_is_one_error_that_names_the_sample(judge, trouble, expected, asked):
@@ -257,8 +269,9 @@ def test_nobody_listening_is_named():
     assert "no connection" in failure("http://127.0.0.1:9/v1", retries=0)
 
 
-def test_a_reply_without_a_number_is_asked_for_once_more(judge):
-    server = judge("hm", "4")
+@pytest.mark.parametrize("reply", ["hm", "7\n\n(10 = perfect)", "It is a 7, where the best is 10.", "7 to 10"])
+def test_a_reply_without_a_clear_number_is_asked_for_once_more(judge, reply):
+    server = judge(reply, "4")
     assert load(server)(["p"], ["c"]) == [0.4]
     assert len(server.asked) == 2
 

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 _FIELDS = ("prompt", "completion", "answer")
 _MAX_REPLY_BYTES = 2**20
 _LONGEST_WAIT_S = 30.0
-_OF = re.compile(r"(?<=\d)\s{0,3}(?:/|out of)\s{0,3}\d+(?:\.\d+)?")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_MARKUP = "*_`()[] \t"
+_GAP = r"[*_`()\[\]\s]{0,8}"
+_OF = rf"{_GAP}(?:/|out of|of){_GAP}"
+_NUMBER = r"-?\d+(?:\.\d+)?"
 _SCORE = re.compile(r'"score"\s{0,3}:\s{0,3}"?(-?\d+(?:\.\d+)?)')
 
 
@@ -56,8 +58,9 @@ def llm_judge(
     """What a judge says of a completion, moved from its scale to 0..1.
 
     base_url: of an OpenAI-protocol server, up to /v1. prompt: what the judge is asked, with {prompt}, {completion} and
-    {answer} in it. Its reply counts by the "score" of a JSON object in it, else by its last number ("7/10" is 7); one
-    without a number on the scale is asked for once more. api_key_env: the name of the environment variable with the
+    {answer} in it. Its reply counts by the "score" of a JSON object in it, else by its last number of the scale's
+    highest ("7/10", "7 out of 10"), else by its last number. One without a number on the scale, or that may name but
+    the scale's end ("7 (10 is best)"), is asked for once more. api_key_env: the environment variable that holds the
     key. request: more fields of the request, {"temperature": 0} unless given. parallel: requests at once. retries: of a
     request that ends in 429, 5xx, no connection or no reply in time, each after a longer wait. Raises ValueError.
     """
@@ -85,10 +88,13 @@ def llm_judge(
                 try:
                     for _ in range(2):
                         text = _reply(client, address, body, retries, request_timeout_s)
-                        value = _score(text)
-                        if value is not None and low <= value <= high:
+                        value = _score(text, low, high)
+                        if value is not None:
                             return (value - low) / (high - low)
-                    raise ValueError(f"replied twice without a number from {low:g} to {high:g}: {text!r:.200}")
+                    raise ValueError(
+                        f"replied twice without a clear number from {low:g} to {high:g} (let the prompt ask for "
+                        f"nothing but the number): {text!r:.200}"
+                    )
                 except (_Again, ValueError) as error:
                     raise RowError(row, f"the judge {model} at {address}: {error}") from None
 
@@ -158,11 +164,35 @@ def _status(response: "httpx.Response", content: bytes) -> str:
     return f"HTTP {response.status_code}: {content[:200].decode(errors='replace')!r}"
 
 
-def _score(text: str) -> float | None:
-    """The number that a reply ends in, or that it calls its score."""
-    named = _SCORE.findall(text)
-    numbers = named or _NUMBER.findall(_OF.sub("", text))
-    return float(numbers[-1]) if numbers and len(numbers[-1]) <= 100 else None
+def _score(text: str, low: float, high: float) -> float | None:
+    """The number that a reply calls its score, gives of the highest one, or else ends in; None for none on the scale.
+
+    None, too, where it may be but a word on the scale: the highest score in a sentence with another one before it.
+    """
+    text = text.rpartition("</think>")[2]
+    top = rf"{re.escape(f'{high:g}')}(?:\.0+)?(?!\.?\d)"
+    scale = rf"{_NUMBER}{_GAP}(?:to|-|\u2013){_GAP}{top}"
+    rest = re.sub(scale, "", text, flags=re.IGNORECASE)
+    named = _SCORE.findall(text) or re.findall(rf"({_NUMBER}){_OF}{top}", rest, re.IGNORECASE)
+    if named:
+        return _on_scale(named[-1], low, high)
+    rest = re.sub(rf"(?<=\d){_OF}\d+(?:\.\d+)?", "", rest, flags=re.IGNORECASE)
+    numbers = list(re.finditer(_NUMBER, rest))
+    value = _on_scale(numbers[-1][0], low, high) if numbers else None
+    others = any(_on_scale(number[0], low, high) not in (None, high) for number in numbers)
+    return None if value == high and others and not _stands_out(numbers[-1]) else value
+
+
+def _on_scale(number: str, low: float, high: float) -> float | None:
+    value = float(number) if len(number) <= 100 else low - 1
+    return value if low <= value <= high else None
+
+
+def _stands_out(number: re.Match[str]) -> bool:
+    """Whether a number stands alone in its line, or behind a colon or an equals sign."""
+    before = number.string[: number.start()].rpartition("\n")[2].rstrip(_MARKUP)
+    after = number.string[number.end() :].partition("\n")[0].strip(_MARKUP)
+    return before.endswith((":", "=")) or (not before and after in ("", ".", "!"))
 
 
 def _filled(template: str, **values: str) -> str:
