@@ -65,3 +65,8 @@ def test_several_accepted_answers_are_one_text_in_a_sample():
     assert readable_answer(["5", "five"]) == "5 | five"
     assert readable_answer("5") == "5"
     assert readable_answer(None) is None
+
+
+def test_a_column_may_be_called_as_the_rewards_are_in_the_code():
+    scoring = Scoring([Reward("paid", lambda *, rewards, **_: rewards)])
+    assert as_trl_does(scoring, ["p", "q"], ["x", "y"], rewards=[0.5, 1.0]) == [[0.5, 1.0]]

@@ -76,9 +76,9 @@ class Scores(msgspec.Struct, frozen=True):
 
 
 def score(
-    rewards: Sequence[Reward], prompts: Sequence[Any], completions: Sequence[Any], **columns: list[Any]
+    rewards: Sequence[Reward], prompts: Sequence[Any], completions: Sequence[Any], /, **columns: list[Any]
 ) -> Scores:
-    """All rewards of some completions, computed at the same time. Raises RewardError."""
+    """All rewards of some completions, computed at the same time. A column may have any name. Raises RewardError."""
     found = run_together(rewards, prompts, completions, columns)
     each = {reward.name: scores for reward, scores in zip(rewards, found, strict=True)}
     total = [sum(reward.weight * each[reward.name][row] for reward in rewards) for row in range(len(completions))]
