@@ -96,6 +96,17 @@ def test_raw_text_stays_text(tmp_path):
     assert load(path, chat=False, answer_column="").train == [data.Example("Once upon")]
 
 
+def test_without_an_answer_column_one_called_answer_reaches_the_rewards_as_it_is(tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", {"prompt": "a", "answer": {"b": 1}}, {"prompt": "c"})
+    examples = load(path, answer_column="").train
+    assert [example.answer for example in examples] == [None, None]
+    assert data.columns(examples, ["answer"]) == {"answer": [{"b": 1}, None]}
+    (named,) = load(
+        jsonl(tmp_path / "named.jsonl", {"prompt": "a", "answer": {}, "label": 1}), answer_column="label"
+    ).train
+    assert named.row()["answer"] == "1"
+
+
 def test_another_file_can_be_the_evaluation_split(tmp_path):
     train = jsonl(tmp_path / "train.jsonl", *({"prompt": f"{n}?", "answer": n} for n in range(5)))
     held = jsonl(tmp_path / "held.jsonl", *({"prompt": f"{n}!", "answer": n} for n in range(9)))

@@ -111,6 +111,11 @@ def test_one_answer_has_pass_at_1_only_and_goes_under_the_version_that_gave_it()
     assert {sample.step for sample in answered.samples} == {7}
 
 
+def test_an_answer_that_only_the_reward_can_read_is_shown_as_it_is():
+    answered, _ = run([Example("a", columns={"answer": {"is": "a"}})], lambda *, answer, **_: [len(answer[0])])
+    assert [(sample.reward, sample.answer) for sample in answered.samples] == [(1, "{'is': 'a'}")]
+
+
 @pytest.mark.parametrize(("at_once", "batches"), [(8, [8, 4]), (7, [4, 4, 4]), (1, [4, 4, 4]), (64, [12])])
 def test_answers_are_scored_in_batches_that_keep_an_examples_answers_together(at_once, batches):
     sizes = []

@@ -65,6 +65,9 @@ def test_several_accepted_answers_are_one_text_in_a_sample():
     assert readable_answer(["5", "five"]) == "5 | five"
     assert readable_answer("5") == "5"
     assert readable_answer(None) is None
+    assert readable_answer([1, {"a": 2}]) == "1 | {'a': 2}"
+    assert readable_answer({"a": "b"}) == "{'a': 'b'}"
+    assert readable_answer("\ud83d") == r"\ud83d"
 
 
 def test_a_column_may_be_called_as_the_rewards_are_in_the_code():

@@ -46,8 +46,8 @@ class Example(msgspec.Struct, frozen=True):
     columns: dict[str, Any] = {}
 
     def row(self) -> dict[str, Any]:
-        """The example as a row of TRL's dataset."""
-        return {**self.columns, "prompt": self.prompt, "answer": self.answer}
+        """The example as a row of TRL's dataset. A column called answer is there where none was named as the answer."""
+        return {"answer": self.answer, **self.columns, "prompt": self.prompt}
 
 
 def column_names(examples: Sequence[Example]) -> list[str]:
@@ -159,7 +159,8 @@ def _example(config: DataConfig, row: Row, where: str) -> Example:
             raise ConfigError(f"{where}: column {name!r} is empty.", remedy="Remove the row, or fill it in.")
     value = _formatted(config.prompt_template, row, where) if config.prompt_template else row[config.prompt_column]
     answer = _answer(config, row, where)
-    columns = {name: item for name, item in row.items() if name not in RESERVED and name not in ("prompt", "answer")}
+    taken = ("prompt", "answer") if config.answer_column else ("prompt",)
+    columns = {name: item for name, item in row.items() if name not in RESERVED and name not in taken}
     if not config.prompt_template:
         where = f"{where}: column {config.prompt_column!r}"
     return Example(_prompt(config, value, where), answer, columns)

@@ -81,7 +81,7 @@ def evaluate(
             token_ids=answers[row].token_ids,
             reward=scores.total[row],
             rewards={name: each[row] for name, each in scores.each.items()},
-            answer=readable_answer(answered[row].answer),
+            answer=readable_answer(given["answer"][row]),
             finish_reason=answers[row].finish_reason,
         )
         for row in range(len(answers))

@@ -76,6 +76,9 @@ def readable(text: str | list[dict[str, Any]]) -> str:
     return text if isinstance(text, str) else "\n".join(str(message["content"]) for message in text)
 
 
-def readable_answer(answer: str | list[str] | None) -> str | None:
-    """An answer as one text: several accepted ones with a bar between them."""
-    return " | ".join(answer) if isinstance(answer, list) else answer
+def readable_answer(answer: Any) -> str | None:
+    """An answer as one text: several accepted ones with a bar between them; one that only a reward knows as Python."""
+    if answer is None:
+        return None
+    text = " | ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
+    return text.encode(errors="backslashreplace").decode()
