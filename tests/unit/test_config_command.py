@@ -314,13 +314,18 @@ def test_everything_that_is_wrong_is_said(run, no_server_half, tmp_path):
     assert text.count(f"{wrong}: ") == 7
 
 
-def test_what_does_not_go_together_does_not_exist_or_is_not_installed_is_said(run, no_server_half):
+def test_what_does_not_go_together_does_not_exist_or_is_not_installed_is_said(run, no_server_half, tmp_path):
     _, text = run("check", DEMO, "--set", "grpo.top_p=0.5", "--set", "lora.use_dora=true")
     assert text.count(f"{DEMO}: ") == 3  # The third says that the server half was not asked.
     code, text = run("check", DEMO, "--load", "--set", "data.source=none.jsonl", "--set", "rewards.0.function=lenth")
     assert code == 2
     assert "none.jsonl" in text
     assert "Did you mean 'length'?" in text
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1?", "answer": "two"}\n')
+    code, text = run("check", DEMO, "--load", "--set", f"data.source={rows}", "--set", "data.eval_size=0")
+    assert code == 2
+    assert "rewards.0.function: integer_answer: the answer is no integer: 'two', for example 1" in text
     code, text = run("check", DEMO, "--set", "tracking.report_to=['swanlab', 'comet_ml']")
     assert code == 2
     assert "bin/python swanlab comet-ml" in text

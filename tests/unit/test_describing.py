@@ -9,7 +9,7 @@ from trainer_env.placement import Placement
 from trainer_env.session import Session
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-OWN_DATA = ("data={source='builtin:arithmetic'}",)
+OWN_DATA = ("data={source='builtin:arithmetic'}", "rewards=[{function='exact_match'}]")
 
 
 @pytest.fixture(autouse=True)

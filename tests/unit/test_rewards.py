@@ -64,6 +64,11 @@ def test_commas_between_thousands_belong_to_an_integer():
     assert pay("integer_answer", "1,234", "234") == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("answer", ["1,234", "1234.0", " 1234 ", "+1234", "1_234"])
+def test_an_answer_is_an_integer_as_a_completion_may_write_it(answer):
+    assert pay("integer_answer", "1,234.0", answer) == 1.0
+
+
 @given(st.text("0123456789 +-=?:\n", max_size=30))
 def test_without_points_and_commas_the_last_digits_with_their_sign_are_the_integer(text):
     digits = re.findall(r"(?<!\d)-?\d+", text) or ["none"]

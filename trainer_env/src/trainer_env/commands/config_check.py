@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -9,6 +10,9 @@ from bridge.errors import BridgeError, ConfigError
 from bridge.settings import apply_overrides, decode_dict, problems, read_toml
 from trainer_env.config import TrainConfig, rules
 from trainer_env.runs import report_to
+
+if TYPE_CHECKING:
+    from trainer_env.data import Data
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -49,27 +53,38 @@ def check(path: Path, overrides: Sequence[str] = (), *, load: bool = False) -> V
     found += served
     found += _said_by(lambda: report_to.require_packages(config.tracking.report_to), source)
     if load:
-        from trainer_env import rewards
-
-        wrong, unseen = _data(config, source)
+        wrong, unseen = _data_and_rewards(config, source)
         found, unchecked = found + wrong, unchecked + unseen
-        found += _said_by(lambda: rewards.load(config.rewards), source)
     return Verdict(source, tuple(found), tuple(unchecked))
 
 
-def _data(config: TrainConfig, source: str) -> tuple[list[str], list[str]]:
-    """(What is wrong with the data, the model's name and the lengths of prompts; what could not be looked at.)"""
-    from trainer_env import data, models
-    from trainer_env.sampling.prompts import fitting_early
+def _data_and_rewards(config: TrainConfig, source: str) -> tuple[list[str], list[str]]:
+    """(What is wrong with data, rewards, the model's name and the lengths of prompts; what could not be looked at.)"""
+    from trainer_env import data, rewards
+    from trainer_env.rewards.columns_check import check_columns
 
     read: list[data.Data] = []
-    if wrong := _said_by(lambda: read.append(data.load(config.data, config.seed)), source):
-        return wrong, []
+    loaded: list[list[rewards.Reward]] = []
+    wrong = _said_by(lambda: read.append(data.load(config.data, config.seed)), source)
+    wrong_rewards = _said_by(lambda: loaded.append(rewards.load(config.rewards)), source)
+    if not read:
+        return wrong + wrong_rewards, []
+    wrong, unchecked = _lengths(config, read[0], source)
+    if loaded:
+        wrong_rewards = _said_by(lambda: check_columns(config.rewards, loaded[0], read[0]), source)
+    return wrong + wrong_rewards, unchecked
+
+
+def _lengths(config: TrainConfig, data: "Data", source: str) -> tuple[list[str], list[str]]:
+    """(What is wrong with the model's name and the lengths of prompts; what could not be looked at.)"""
+    from trainer_env import models
+    from trainer_env.sampling.prompts import fitting_early
+
     if missing := models.missing_packages(config.model.name):
         return [], [
             f"the lengths of prompts: {config.model.name} is made from {', '.join(missing)}, not installed here"
         ]
-    return _said_by(lambda: fitting_early(config, read[0], models.resolve(config.model.name)), source), []
+    return _said_by(lambda: fitting_early(config, data, models.resolve(config.model.name)), source), []
 
 
 def _server_half(config: TrainConfig, source: str) -> tuple[list[str], list[str]]:

@@ -19,11 +19,12 @@ from bridge.settings import nearest
 from trainer_env import extra_packages
 from trainer_env.config import RewardConfig
 from trainer_env.rewards.builtin_rewards import BUILTINS
-from trainer_env.rewards.completions import RewardFunction
+from trainer_env.rewards.completions import RewardFunction, check_of
 from trainer_env.rewards.reward_errors import RewardError, sample_at, shown
 from trainer_env.rewards.reward_pool import run_together
 
-_GIVEN = ("prompts", "completions", "completion_ids", "finish_reason")
+GIVEN = ("prompts", "completions", "completion_ids", "finish_reason")
+"""What every reward is given for each batch, besides the data's columns."""
 
 
 class Reward:
@@ -35,7 +36,8 @@ class Reward:
         self.timeout_s = timeout_s
         self.__name__ = name
         self.bounded = bool(getattr(function, "bounded", False))
-        self._function = function
+        self.check = check_of(function)
+        self.function = function
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         """One score a completion, within the time limit. Raises RewardError as `run_together` does."""
@@ -47,7 +49,7 @@ class Reward:
         columns: a list each with one entry a completion, such as answer and finish_reason. Raises RewardError if the
         function returns anything but one finite number a completion, and else what it raises.
         """
-        scores = self._function(prompts=prompts, completions=completions, **columns)
+        scores = self.function(prompts=prompts, completions=completions, **columns)
         if isinstance(scores, str | bytes | Mapping) or not hasattr(scores, "__iter__"):
             raise RewardError(
                 f"Reward {self.name!r} returned {shown(scores)} instead of a list with a number for each completion."
@@ -112,7 +114,7 @@ def _function(config: RewardConfig, where: str, files: dict[Path, ModuleType]) -
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{where}.function: {name} is async; expected a plain function.")
     _check_args(function, config.args, where)
-    if taken := [name for name in _GIVEN if name in config.args]:
+    if taken := [name for name in GIVEN if name in config.args]:
         raise ConfigError(f"{where}.args.{taken[0]}: it is what every reward is given for each batch.")
     return _with_args(function, config.args) if config.args else function
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer_env.rewards.code_reward import code_execution
-from trainer_env.rewards.completions import Answer, Completion, RewardFunction, text_of
+from trainer_env.rewards.completions import Answer, Completion, RewardFunction, RowError, checked, text_of
 from trainer_env.rewards.judge_reward import llm_judge
 from trainer_env.rewards.regex_reward import regex
 from trainer_env.rewards.schema_reward import json_schema
@@ -38,6 +38,7 @@ def gsm8k_answer(text: str) -> float | None:
 def integer_answer(*, ending: float = 0.2) -> RewardFunction:
     """`ending` for a completion that ends within its budget, and 1 if its last integer is the answer as well."""
 
+    @_answers(_integer)
     def reward(
         *,
         completions: Sequence[Completion],
@@ -61,6 +62,7 @@ def exact_match(*, ignore_case: bool = False) -> RewardFunction:
     def plain(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
 
+    @_answers(_accepted)
     def reward(*, completions: Sequence[Completion], answer: Sequence[Answer], **_: Any) -> list[float]:
         return [
             float(plain(text_of(completion)) in {plain(accepted) for accepted in _accepted(target)})
@@ -73,6 +75,7 @@ def exact_match(*, ignore_case: bool = False) -> RewardFunction:
 def numeric_match(*, tolerance: float = 1e-6) -> RewardFunction:
     """1 if the completion's last number is the answer, or one of several, within a relative tolerance."""
 
+    @_answers(lambda answer: [_number(text) for text in _accepted(answer)])
     def reward(*, completions: Sequence[Completion], answer: Sequence[Answer], **_: Any) -> list[float]:
         return [
             max(_close(last_number(text_of(completion)), _number(text), tolerance) for text in _accepted(target))
@@ -98,6 +101,7 @@ def gsm8k(*, marker_required: bool = False) -> RewardFunction:
             raise ValueError(f"the answer has no number after '####': {answer!r:.120}")
         return value
 
+    @_answers(target)
     def reward(*, completions: Sequence[Completion], answer: Sequence[Answer], **_: Any) -> list[float]:
         return [
             _close(predicted(text_of(completion)), target(reference), 1e-6)
@@ -144,7 +148,10 @@ def _integer(answer: Answer) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"the answer is no integer: {answer!r:.120}") from None
+        value = _last_integer(text) if _INTEGER.fullmatch(text.strip()) else None
+    if value is None:
+        raise ValueError(f"the answer is no integer: {answer!r:.120}")
+    return value
 
 
 def _number(answer: str) -> float:
@@ -166,7 +173,23 @@ def _accepted(answer: Answer) -> Sequence[str]:
     """Every answer that an example accepts, at least one."""
     if not answer and answer != "":
         raise ValueError("the example has no answer")
-    return [answer] if isinstance(answer, str) else answer
+    accepted = [answer] if isinstance(answer, str) else answer
+    if not isinstance(accepted, list) or not all(isinstance(text, str) for text in accepted):
+        raise ValueError(f"expected the answer as text or a list of texts, got {answer!r:.120}")
+    return accepted
+
+
+def _answers(read: Callable[[Answer], object]) -> Callable[[RewardFunction], RewardFunction]:
+    """Marks a function whose examples' answers can all be read so. read: raises ValueError."""
+
+    def check(columns: Mapping[str, Sequence[Any]]) -> None:
+        for row, answer in enumerate(columns["answer"]):
+            try:
+                read(answer)
+            except ValueError as error:
+                raise RowError(row, str(error)) from None
+
+    return checked(check)
 
 
 def _close(value: float | None, target: float, tolerance: float) -> float:

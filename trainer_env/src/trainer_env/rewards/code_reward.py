@@ -11,12 +11,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer_env.rewards import daemons
-from trainer_env.rewards.completions import Completion, RewardFunction, RowError, bounded, last_block, text_of
+from trainer_env.rewards.completions import (
+    Completion,
+    RewardFunction,
+    RowError,
+    bounded,
+    checked,
+    last_block,
+    text_of,
+)
 
 _PROGRAM = Path(__file__).with_name("run_tests.py")
 _MAX_ANSWER_BYTES = 2**20
@@ -56,11 +64,18 @@ def code_execution(
         tests = sum(counts for _, counts in steps)
         return float(passed == tests) if all_or_nothing else passed / tests
 
-    @bounded
-    def reward(*, completions: Sequence[Completion], **columns: Any) -> list[float]:
+    def steps_of(columns: Mapping[str, Sequence[Any]]) -> list[list[Step]]:
         if tests_column not in columns:
             raise ValueError(f"there is no column {tests_column!r} with tests; set tests_column")
-        steps = [_steps(row, tests) for row, tests in enumerate(columns[tests_column])]
+        return [_steps(row, tests) for row, tests in enumerate(columns[tests_column])]
+
+    def check(columns: Mapping[str, Sequence[Any]]) -> None:
+        steps_of(columns)
+
+    @checked(check)
+    @bounded
+    def reward(*, completions: Sequence[Completion], **columns: Any) -> list[float]:
+        steps = steps_of(columns)
         codes = [_code(text_of(completion)) for completion in completions]
         return daemons.each(score, list(zip(codes, steps, strict=True)), at_once)
 

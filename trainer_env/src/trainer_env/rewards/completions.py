@@ -20,6 +20,25 @@ def bounded(function: RewardFunction) -> RewardFunction:
     return function
 
 
+Check = Callable[[Mapping[str, Sequence[Any]]], None]
+"""Looks at the columns of examples for what a reward cannot score. Raises RowError; ValueError for a whole column."""
+
+
+def checked(check: Check) -> Callable[[RewardFunction], RewardFunction]:
+    """Marks a function with what is to be said of the data before a run."""
+
+    def mark(function: RewardFunction) -> RewardFunction:
+        function.check_columns = check  # pyright: ignore[reportFunctionMemberAccess]
+        return function
+
+    return mark
+
+
+def check_of(function: RewardFunction) -> Check | None:
+    """What `checked` has marked a function with."""
+    return getattr(function, "check_columns", None)
+
+
 class RowError(ValueError):
     """A reward cannot score one row, and says which."""
 

@@ -15,9 +15,12 @@ class RewardError(BridgeError, ValueError):
 
 def sample_at(row: int, prompts: Sequence[Any], completions: Sequence[Any]) -> str:
     """Which sample that is: its row, its prompt and its completion, each cut short."""
-    prompt, completion = prompts[row], text_of(completions[row])
-    asked = prompt if isinstance(prompt, str) else " | ".join(text_of([message]) for message in prompt)
-    return f"for row {row}.\n  prompt: {shown(asked)}\n  completion: {shown(completion)}"
+    return f"for row {row}.\n  prompt: {shown(asked(prompts[row]))}\n  completion: {shown(text_of(completions[row]))}"
+
+
+def asked(prompt: Any) -> str:
+    """A prompt on one line: a conversation's turns with a bar between them."""
+    return prompt if isinstance(prompt, str) else " | ".join(text_of([message]) for message in prompt)
 
 
 def shown(value: Any, limit: int = 400) -> str:

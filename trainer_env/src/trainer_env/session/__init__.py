@@ -14,6 +14,7 @@ from trainer_env.evaluation import Answered
 from trainer_env.models.hub import without_statistics
 from trainer_env.models.precision import remark, settled
 from trainer_env.placement import Placement
+from trainer_env.rewards.columns_check import check_columns
 from trainer_env.runs.checkpoints import checkpoint_to_resume, last_checkpoint, step_of
 from trainer_env.runs.environment_record import write_environment
 from trainer_env.runs.finding import RUNS, find_run
@@ -71,6 +72,7 @@ class Session:
         require_packages(config.tracking.report_to)
         self._rewards = rewards.load(config.rewards)
         self._data = data.load(config.data, config.seed)
+        check_columns(config.rewards, self._rewards, self._data)
         self._interrupts = Interrupts(say=self._say)
         self._serving = Serving(config, placement, say=self._say)
         self._model = ""
