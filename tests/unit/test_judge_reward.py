@@ -11,6 +11,7 @@ from bridge.errors import ConfigError
 from trainer_env import rewards
 from trainer_env.config import RewardConfig
 from trainer_env.rewards import judge_reward
+from trainer_env.rewards.builtin_rewards import BUILTINS
 from trainer_env.rewards.reward_errors import RewardError
 
 PROMPT = "Q: {prompt}\nA: {completion}\nRight: {answer}"
@@ -265,6 +266,31 @@ def test_a_reply_that_is_always_late_is_asked_for_as_often_as_allowed(judge, tro
     assert len(server.asked) == 3
 
 
+def test_all_tries_of_a_batch_share_its_time(judge, monkeypatch):
+    monkeypatch.setattr(judge_reward, "_LONGEST_WAIT_S", 3600.0)
+
+    def busy(handler):
+        handler.reply(429, b"", Retry_After="3600")
+
+    up = "s for a batch are up (raise rewards.timeout_s), for row 0"
+    assert f"HTTP 429: '', and the 300 {up}" in failure(judge(busy), batch_s=300)
+    for retries in (0, 4):
+        assert f", and the 1 {up}" in failure(judge(later(60)), batch_s=1, retries=retries)
+
+
+@pytest.mark.parametrize(("args", "expected"), [({}, 108.0), ({"batch_s": 7}, 7)])
+def test_the_time_of_a_batch_is_a_little_less_than_the_rewards(monkeypatch, args, expected):
+    given = []
+
+    def make(*, batch_s=1.0):
+        given.append(batch_s)
+        return lambda **_: []
+
+    monkeypatch.setitem(BUILTINS, "llm_judge", make)  # pyright: ignore[reportArgumentType]
+    rewards.load([RewardConfig(function="llm_judge", timeout_s=120, args=args)])
+    assert given == [expected]
+
+
 def test_nobody_listening_is_named():
     assert "no connection" in failure("http://127.0.0.1:9/v1", retries=0)
 
@@ -319,6 +345,7 @@ def test_a_proxy_of_the_environment_is_not_on_the_way_to_this_machine(judge, mon
         ({"api_key_env": "sk-s3cret"}, "expected the name of an environment variable in capitals"),
         ({"api_key": "s3cret"}, "there is no such argument"),
         ({"parallel": 0}, "parallel of at least 1"),
+        ({"batch_s": 0}, "batch_s above 0"),
     ],
 )
 def test_bad_settings_are_refused_when_loaded_and_no_key_is_repeated(args, expected):

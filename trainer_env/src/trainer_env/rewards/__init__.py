@@ -144,9 +144,14 @@ def _builtin(config: RewardConfig, where: str) -> RewardFunction:
     if missing := [name for name in missing if name not in config.args]:
         raise ConfigError(f"{where}.args: {config.function} needs {', '.join(missing)}.")
     try:
-        return make(**config.args)
+        return make(**{**_limits(make, config.timeout_s), **config.args})
     except (TypeError, ValueError, re.error) as error:
         raise ConfigError(f"{where}.args: {config.function}: {error}.") from None
+
+
+def _limits(make: Callable[..., RewardFunction], timeout_s: float) -> dict[str, float]:
+    """A limit on a whole batch for a built-in that has one: it ends first, and can say what took so long."""
+    return {"batch_s": 0.9 * timeout_s} if "batch_s" in _parameters(make) else {}
 
 
 def _check_args(function: Callable[..., Any], args: Mapping[str, Any], where: str) -> None:

@@ -43,6 +43,10 @@ class _Again(Exception):
         self.wait_s = wait_s
 
 
+class _TimeIsUp(Exception):
+    """No time is left for another request."""
+
+
 def llm_judge(
     *,
     base_url: str,
@@ -54,6 +58,7 @@ def llm_judge(
     parallel: int = 8,
     retries: int = 4,
     request_timeout_s: float = 30.0,
+    batch_s: float = 54.0,
 ) -> RewardFunction:
     """What a judge says of a completion, moved from its scale to 0..1.
 
@@ -62,14 +67,17 @@ def llm_judge(
     highest ("7/10", "7 out of 10"), else by its last number. One without a number on the scale, or that may name but
     the scale's end ("7 (10 is best)"), is asked for once more. api_key_env: the environment variable that holds the
     key. request: more fields of the request, {"temperature": 0} unless given. parallel: requests at once. retries: of a
-    request that ends in 429, 5xx, no connection or no reply in time, each after a longer wait. Raises ValueError.
+    request that ends in 429, 5xx, no connection or no reply in time, each after a longer wait. batch_s: for all of a
+    batch's requests and waits; nine tenths of rewards.timeout_s unless given. Raises ValueError.
     """
     low, high = _checked_scale(scale)
     _check_prompt(prompt)
     address = _checked_address(base_url)
     key = _key(api_key_env)
-    if parallel < 1 or retries < 0 or not request_timeout_s > 0:
-        raise ValueError("expected parallel of at least 1, retries of at least 0 and request_timeout_s above 0")
+    if parallel < 1 or retries < 0 or not min(request_timeout_s, batch_s) > 0:
+        raise ValueError(
+            "expected parallel of at least 1, retries of at least 0, and request_timeout_s and batch_s above 0"
+        )
     fields = {"temperature": 0} if request is None else dict(request)
 
     @bounded
@@ -79,7 +87,8 @@ def llm_judge(
             _filled(prompt, prompt=_asked(asked), completion=text_of(completion), answer=_joined(answer))
             for asked, completion, answer in zip(prompts, completions, answers, strict=True)
         ]
-        with _client(address, key, request_timeout_s) as client:
+        deadline = time.monotonic() + batch_s
+        with _client(address, key) as client:
 
             def judged(place: tuple[int, str]) -> float:
                 row, question = place
@@ -87,7 +96,7 @@ def llm_judge(
                 text = ""
                 try:
                     for _ in range(2):
-                        text = _reply(client, address, body, retries, request_timeout_s)
+                        text = _reply(client, address, body, retries, request_timeout_s, deadline=deadline)
                         value = _score(text, low, high)
                         if value is not None:
                             return (value - low) / (high - low)
@@ -95,6 +104,9 @@ def llm_judge(
                         f"replied twice without a clear number from {low:g} to {high:g} (let the prompt ask for "
                         f"nothing but the number): {text!r:.200}"
                     )
+                except _TimeIsUp as error:
+                    what = f"{error}, and the {batch_s:g} s for a batch are up (raise rewards.timeout_s)"
+                    raise RowError(row, f"the judge {model} at {address}: {what}") from None
                 except (_Again, ValueError) as error:
                     raise RowError(row, f"the judge {model} at {address}: {error}") from None
 
@@ -103,28 +115,39 @@ def llm_judge(
     return reward
 
 
-def _client(address: str, key: str, timeout_s: float) -> "httpx.Client":
+def _client(address: str, key: str) -> "httpx.Client":
     import httpx
 
     host = urlsplit(address).hostname or ""
     return httpx.Client(
-        timeout=timeout_s,
         headers={"Authorization": f"Bearer {key}"} if key else {},
         # A proxy of the environment's is not on the way to this machine.
         trust_env=host not in ("localhost", "::1") and not host.startswith("127."),
     )
 
 
-def _reply(client: "httpx.Client", address: str, body: Mapping[str, Any], retries: int, timeout_s: float) -> str:
-    """The text of a reply. Raises _Again when there is none after all retries, ValueError when another is no use."""
+def _reply(
+    client: "httpx.Client", address: str, body: Mapping[str, Any], retries: int, timeout_s: float, *, deadline: float
+) -> str:
+    """The text of a reply. deadline: on the monotonic clock, for all tries.
+
+    Raises _Again when there is none after all retries, _TimeIsUp when the deadline is before the next one, ValueError
+    when another is no use.
+    """
     for attempt in range(retries + 1):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise _TimeIsUp("it was not its turn yet")
         try:
-            return _asked_once(client, address, body, timeout_s)
+            return _asked_once(client, address, body, min(timeout_s, left))
         except _Again as error:
+            longer = min(_LONGEST_WAIT_S, 0.5 * 2**attempt) * random.uniform(0.5, 1)  # noqa: S311 (a wait, no secret)
+            wait = max(longer, min(error.wait_s, _LONGEST_WAIT_S)) if attempt < retries else 0.0
+            if time.monotonic() + wait >= deadline:
+                raise _TimeIsUp(str(error)) from None
             if attempt == retries:
                 raise
-            longer = min(_LONGEST_WAIT_S, 0.5 * 2**attempt) * random.uniform(0.5, 1)  # noqa: S311 (a wait, no secret)
-            time.sleep(max(longer, min(error.wait_s, _LONGEST_WAIT_S)))
+            time.sleep(wait)
     raise AssertionError
 
 
@@ -134,15 +157,15 @@ def _asked_once(client: "httpx.Client", address: str, body: Mapping[str, Any], t
     deadline = time.monotonic() + timeout_s
     content = b""
     try:
-        with client.stream("POST", address, json=body) as response:
+        with client.stream("POST", address, json=body, timeout=timeout_s) as response:
             for part in response.iter_bytes():
                 content += part
                 if len(content) > _MAX_REPLY_BYTES:
                     raise ValueError(f"a reply of more than {_MAX_REPLY_BYTES} bytes")
                 if time.monotonic() > deadline:
-                    raise _Again(f"no whole reply within {timeout_s:g} s")
+                    raise _Again(f"no whole reply within {timeout_s:.3g} s")
     except httpx.TimeoutException:
-        raise _Again(f"no reply within {timeout_s:g} s") from None
+        raise _Again(f"no reply within {timeout_s:.3g} s") from None
     except httpx.TransportError as error:
         raise _Again(f"no connection: {error or type(error).__name__}") from None
     if (
