@@ -15,7 +15,7 @@ def test_unsloths_own_trainer_uses_and_measures_sampling_logprobs(tmp_path, pack
     """It keeps logprobs in another layout than TRL's, with a row's padding moved to its end or left out."""
     here = Path(__file__).parent
     environment = os.environ | {
-        "PYTHONPATH": str(here.parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(here.parent), os.environ.get("PYTHONPATH")])),
         "PYTHONWARNINGS": "ignore",
         "UNSLOTH_GRPO_SEQ_PACKING": packed,
     }
@@ -32,11 +32,11 @@ def test_unsloths_own_trainer_uses_and_measures_sampling_logprobs(tmp_path, pack
 
     assert runs["trainer"] == "UnslothGRPOTrainer"
     plain, shifted, reused = runs["plain"], runs["shifted"], runs["reused"]
-    # Its forward runs in bfloat16, the server's in float32.
+    # Both halves compute in float32: it does not autocast.
     assert [step["proof"] for step in plain] == ["agrees", "agrees"]
     assert [step["proof"] for step in shifted] == ["disagrees", "disagrees"]
     assert [step["ratio_mean"] for step in plain] == pytest.approx([1, 1], abs=0.01)
-    assert all(step["dlogp_mean_abs"] < 0.01 for step in plain)
+    assert all(step["dlogp_mean_abs"] < 1e-5 for step in plain)
     assert [step["ratio_mean"] for step in shifted] == pytest.approx([math.exp(-0.5)] * 2, abs=0.01)
     assert shifted[0]["grad_norm"] / plain[0]["grad_norm"] == pytest.approx(math.exp(-0.5), rel=0.01)
     assert [step["staleness"] for step in reused] == [0, 1]

@@ -217,7 +217,7 @@ def build_trainer(
         enough=enough,
         stop=stop,
     )
-    with filled_in(variables(config)):  # Trackers are made with it.
+    with filled_in(variables(config)), _all_bits_kept(config):  # Trackers are made with the variables.
         trainer = using_sampling_logprobs(GRPOTrainer)(
             model=policy.model,
             args=_arguments(config, scoring.weights),
@@ -239,6 +239,23 @@ def build_trainer(
     prover.scorer = trainer.untempered_logprobs
     rollouts.observer = prover if trainer.accelerator.is_main_process else None
     return trainer
+
+
+@contextmanager
+def _all_bits_kept(config: TrainConfig) -> Iterator[None]:
+    """Unsloth's patched trainer, built in this, computes a float32 model in float32.
+
+    Told neither bf16 nor fp16, it would autocast to one of them, unless the weights are to be bfloat16 as they are.
+    """
+    name = "UNSLOTH_MIXED_PRECISION"
+    before = os.environ.get(name)
+    if config.model.dtype == "float32":
+        os.environ[name] = "bfloat16"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ.update({} if before is None else {name: before})
 
 
 @contextmanager
