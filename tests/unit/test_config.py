@@ -191,6 +191,24 @@ def test_a_run_without_a_name_gets_a_free_one(tmp_path):
     assert config.named(msgspec.structs.replace(loaded, run="mine"), DEMO).run == "mine"
 
 
+@pytest.mark.parametrize(
+    ("file", "start"),
+    [
+        ("my config.toml", "my-config-"),
+        ("_draft.toml", "draft-"),
+        ("größe.toml", "gr-e-"),
+        (".toml", "toml-"),
+        ("数.toml", "run-"),
+    ],
+)
+def test_a_run_named_after_its_file_has_a_name_that_its_own_config_may_carry(tmp_path, file, start):
+    named = config.named(config.load(DEMO, [f'output_dir="{tmp_path}"']), tmp_path / file)
+    assert named.run.startswith(start)
+    resolved = tmp_path / "config.toml"
+    resolved.write_text(config.to_toml(named), encoding="utf-8")
+    assert config.load(resolved) == named
+
+
 TEXT = st.text("ab .=#[]{}\"'\\\n\t\x00\x7fé😀", max_size=8)
 VALUES = st.recursive(
     st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT,

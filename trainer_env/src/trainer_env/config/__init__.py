@@ -1,5 +1,6 @@
 """A run as data: every setting of the trainer half, read from TOML. configs/demo.toml explains most at length."""
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -259,10 +260,14 @@ def changed(config: TrainConfig, overrides: Sequence[str], source: str) -> Train
 
 
 def named(config: TrainConfig, path: Path) -> TrainConfig:
-    """The config with a run name: its own, else the config file's and the time, one that is not taken yet."""
+    """The config with a run name: its own, else the config file's and the time, one that is not taken yet.
+
+    Of the file's name, what a run may be called: `load` has to read the run's own config.
+    """
     if config.run:
         return config
-    stem = f"{path.stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
+    stem = f"{plain}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     names = [stem, *(f"{stem}-{again}" for again in range(2, 100))]
     free = next(name for name in names if not (Path(config.output_dir) / name).exists())
     return msgspec.structs.replace(config, run=free)
