@@ -1,12 +1,15 @@
 """The small pieces around a step: the order of prompts, the figures of agreement, checkpoints, settings."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 import torch
+import trl
 
 from bridge.errors import ConfigError
+from trainer_env.config.trl_fields import grpo_fields
 from trainer_env.data.ordering import order
 from trainer_env.proof.agreement import Agreement
 from trainer_env.runs.checkpoints import NEEDED, last_checkpoint, step_of
@@ -88,12 +91,19 @@ def test_the_newest_whole_checkpoint_is_taken(tmp_path):
 
 
 def test_extra_settings_reach_trl_and_cannot_undo_what_a_run_relies_on(make_config):
-    def settings(extra):
-        return trl_settings(make_config(extra), reward_weights=[1.0], on_gpu=False, known=["delta", "logging_steps"])
+    def settings(extra, known=("delta", "logging_steps")):
+        return trl_settings(make_config(extra), reward_weights=[1.0], on_gpu=False, known=known)
 
     assert settings("grpo.extra.delta=4.0")["delta"] == 4.0
     with pytest.raises(ConfigError, match=r"extra\.logging_steps: cannot be set"):
         settings("grpo.extra.logging_steps=5")
     with pytest.raises(ConfigError) as unknown:
-        settings("grpo.extra.delt=4.0")
-    assert "'delta'" in unknown.value.remedy
+        settings("grpo.extra.delta=4.0", known=["delt"])
+    assert "'delt'" in unknown.value.remedy
+
+
+def test_a_setting_that_trl_does_not_have_is_refused_with_the_rest_of_the_config(make_config):
+    with pytest.raises(ConfigError, match=r"grpo\.extra\.detla: TRL's GRPOConfig has no such setting .*'delta'"):
+        make_config("grpo.extra.detla=2.0")
+    fields = dataclasses.fields(trl.GRPOConfig)
+    assert grpo_fields() >= {field.name for field in fields if field.init and not field.name.startswith("unsloth_")}

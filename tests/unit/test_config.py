@@ -109,6 +109,24 @@ def test_a_wrong_key_type_or_value_is_named(override, key, expectation, nearest)
         (["grpo.steps_per_generation=4", "grpo.save_steps=6"], "grpo.save_steps: expected a multiple of 4"),
         (["grpo.max_completion_length=128"], "less than model.max_seq_length (128)"),
         (["grpo.loss_type=luspo"], "grpo.importance_sampling_level"),
+        (
+            ["grpo.loss_type=vespo", "grpo.vllm_importance_sampling_mode=sequence_mask"],
+            "grpo.vllm_importance_sampling_mode: loss_type 'vespo' takes",
+        ),
+        (["grpo.lr_scheduler_type=cosine_with_min_lr"], "needs either min_lr or min_lr_rate"),
+        (["grpo.lr_scheduler_type=warmup_stable_decay"], "grpo.extra.lr_scheduler_kwargs: grpo.lr_scheduler_type"),
+        (
+            ["grpo.lr_scheduler_type=polynomial", "grpo.learning_rate=1e-7"],
+            "grpo.learning_rate: expected more than 1e-07",
+        ),
+        (
+            ["grpo.lr_scheduler_type=polynomial", "grpo.extra.lr_scheduler_kwargs.lr_end=1e-3"],
+            "grpo.learning_rate: expected more than 0.001",
+        ),
+        (["grpo.extra.lr_scheduler_kwargs=3"], "grpo.extra.lr_scheduler_kwargs: expected a table, got 3"),
+        (["grpo.extra.save_only_model=true"], "--resume needs the optimizer's state"),
+        (["grpo.extra.ignore_data_skip=true"], "grpo.extra.ignore_data_skip: cannot be set here"),
+        (["grpo.extra.auto_find_batch_size=true"], "grpo.extra.auto_find_batch_size: cannot be set here"),
         (["grpo.vllm_importance_sampling_clip_min=5.0"], "less than clip_max (3.0), got 5.0"),
         (["grpo.extra.learning_rate=1"], "grpo.extra.learning_rate: set it as grpo.learning_rate"),
         (["grpo.extra.use_vllm=true"], "grpo.extra.use_vllm: cannot be set here"),
@@ -136,6 +154,52 @@ def test_a_wrong_key_type_or_value_is_named(override, key, expectation, nearest)
 )
 def test_settings_that_do_not_go_together_are_refused(overrides, expected):
     assert expected in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["grpo.lr_scheduler_type=cosine_with_min_lr", "grpo.extra.lr_scheduler_kwargs.min_lr_rate=0.1"],
+        ["grpo.lr_scheduler_type=warmup_stable_decay", "grpo.extra.lr_scheduler_kwargs={num_decay_steps=4}"],
+        ["grpo.lr_scheduler_type=polynomial"],
+        ["grpo.loss_type=vespo"],
+    ],
+)
+def test_settings_that_go_together_are_taken(overrides):
+    assert config.load(DEMO, overrides)
+
+
+@pytest.fixture
+def installed_trl(tmp_path, monkeypatch):
+    """Source in which TRL's settings are to be found; whoever imports it fails."""
+    for path, name, field in (
+        ("trl/trainer/grpo_config.py", "GRPOConfig(_BaseConfig)", "delta: float | None = field(default=None)"),
+        ("trl/trainer/base_config.py", "_BaseConfig(TrainingArguments)", "_own: int = 1; logging_steps: float = 10"),
+        ("transformers/training_args.py", "TrainingArguments", "lr_scheduler_kwargs: dict | str | None = None"),
+    ):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"class {name}:\n    {field}\n")
+        (tmp_path / path.partition("/")[0] / "__init__.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_an_extra_setting_that_the_installed_trl_does_not_have_is_refused(installed_trl):
+    assert "grpo.extra.detla: TRL's GRPOConfig has no such setting (nearest: 'delta')." in refusal(
+        "grpo.extra.detla=2.0"
+    )
+    assert "grpo.extra._own" in refusal("grpo.extra._own=2")
+    extra = "grpo.extra={delta=2.0, unsloth_num_chunks=4, lr_scheduler_kwargs={}}"
+    assert config.load(DEMO, [extra]).grpo.extra["delta"] == 2.0
+
+
+def test_cispo_caps_the_ratio_where_trl_recommends_it():
+    def clip_high(*overrides):
+        return config.load(DEMO, overrides).grpo.clip_high
+
+    assert (clip_high(), clip_high("grpo.epsilon_high=0.28")) == (0.2, 0.28)
+    assert clip_high("grpo.loss_type=cispo") == 5.0
+    assert clip_high("grpo.loss_type=cispo", "grpo.epsilon_high=4.0") == 4.0
 
 
 def test_all_that_is_wrong_is_told_at_once():

@@ -62,7 +62,7 @@ class GrpoConfig(Section, frozen=True, kw_only=True):
     beta: NotNegative = 0.0
     epsilon: Positive = 0.2
     epsilon_high: Positive | None = None
-    """None: epsilon."""
+    """None: epsilon. "cispo" caps the ratio itself at it, and then None is 5.0."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Ratios of tokens (GRPO), or of whole completions (GSPO), which is steadier for mixtures of experts."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -92,6 +92,11 @@ class GrpoConfig(Section, frozen=True, kw_only=True):
     """Checkpoints that are kept, the newest ones."""
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     """Other settings of TRL's GRPOConfig, as in { delta = 2.0 }. Those that Tandem relies on are refused."""
+
+    @property
+    def clip_high(self) -> float:
+        """epsilon_high, or its default: for "cispo" the one that TRL recommends."""
+        return self.epsilon_high or (5.0 if self.loss_type == "cispo" else self.epsilon)
 
     @property
     def generation_steps(self) -> int:

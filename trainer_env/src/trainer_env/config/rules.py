@@ -12,6 +12,7 @@ from bridge.settings import nearest
 from trainer_env.arguments import BACKENDS
 from trainer_env.config import TrainConfig
 from trainer_env.config.grpo_config import GrpoConfig
+from trainer_env.config.trl_fields import grpo_fields, unknown
 from trainer_env.training import trl_settings
 
 Problem = tuple[str, str]
@@ -38,14 +39,16 @@ _OWNED = {
     "bf16": "set model.dtype",
     "fp16": "set model.dtype",
     "gradient_checkpointing": "set model.use_gradient_checkpointing",
+    "save_only_model": "--resume needs the optimizer's state as well",
+    "ignore_data_skip": "a resumed run goes on with the prompts that its checkpoint has not seen",
+    "auto_find_batch_size": "the server's batches are of grpo.per_device_train_batch_size",
     "vllm_importance_sampling_cap": "its present name is grpo.vllm_importance_sampling_clip_max",
 }
 
 
 def check(config: TrainConfig, source: str) -> None:
     """Raise one ConfigError that lists every broken rule. source: what to call the config."""
-    rules = (_finite, _server, _model, _lora, _sampling, _extra, _batches, _staleness, _data, _rewards, _evaluation)
-    _refuse([problem for rule in rules for problem in rule(config)], source)
+    _refuse([problem for rule in _RULES for problem in rule(config)], source)
 
 
 def require_whole_groups(config: TrainConfig, ranks: int, source: str) -> None:
@@ -117,13 +120,33 @@ def _sampling(config: TrainConfig) -> Iterator[Problem]:
             yield f"grpo.{name}", _BIASED.format(neutral=neutral)
     if grpo.loss_type == "luspo" and grpo.importance_sampling_level != "sequence":
         yield "grpo.importance_sampling_level", "loss_type 'luspo' is defined for 'sequence' only"
+    if grpo.loss_type == "vespo" and grpo.vllm_importance_sampling_mode.startswith("sequence"):
+        yield "grpo.vllm_importance_sampling_mode", "loss_type 'vespo' takes 'token_truncate' or 'token_mask' only"
     low, high = grpo.vllm_importance_sampling_clip_min, grpo.vllm_importance_sampling_clip_max
     if low is not None and low >= high:
         yield "grpo.vllm_importance_sampling_clip_min", f"expected less than clip_max ({high}), got {low}"
 
 
+def _scheduler(config: TrainConfig) -> Iterator[Problem]:
+    grpo, key = config.grpo, "grpo.extra.lr_scheduler_kwargs"
+    given = grpo.extra.get("lr_scheduler_kwargs", {})
+    if not isinstance(given, Mapping):
+        yield key, f"expected a table, got {given!r}"
+        return
+    end = given.get("lr_end", 1e-7)
+    if grpo.lr_scheduler_type == "polynomial" and (not isinstance(end, float | int) or grpo.learning_rate <= end):
+        yield "grpo.learning_rate", f"expected more than {end}, the lr_end at which 'polynomial' ends; set it in {key}"
+    elif grpo.lr_scheduler_type == "cosine_with_min_lr" and ("min_lr" in given) == ("min_lr_rate" in given):
+        yield (
+            key,
+            "grpo.lr_scheduler_type 'cosine_with_min_lr' needs either min_lr or min_lr_rate, as in {min_lr = 1e-6}",
+        )
+    elif grpo.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield key, "grpo.lr_scheduler_type 'warmup_stable_decay' needs its length, as in {num_decay_steps = 20}"
+
+
 def _extra(config: TrainConfig) -> Iterator[Problem]:
-    owned = trl_settings.owned(config)
+    owned, others = trl_settings.owned(config), list[str]()
     for key in config.grpo.extra:
         if key in GrpoConfig.__struct_fields__:
             yield f"grpo.extra.{key}", f"set it as grpo.{key}"
@@ -131,6 +154,13 @@ def _extra(config: TrainConfig) -> Iterator[Problem]:
             yield f"grpo.extra.{key}", f"cannot be set here: {_OWNED[key]}"
         elif key in owned:
             yield f"grpo.extra.{key}", "cannot be set here: Tandem sets it, and relies on it"
+        else:
+            others.append(key)
+    fields = grpo_fields() if others else frozenset[str]()
+    for key in unknown(others, fields):
+        near = nearest(key, list(fields))
+        hint = f" (nearest: {near!r})" if near else ""
+        yield f"grpo.extra.{key}", f"TRL's GRPOConfig has no such setting{hint}"
 
 
 def _groups(config: TrainConfig, ranks: int) -> Iterator[Problem]:
@@ -235,3 +265,9 @@ def _rewards(config: TrainConfig) -> Iterator[Problem]:
         if name in seen:
             yield f"rewards.{index}.name", f"two rewards are called {name!r}; give one a name of its own"
         seen.add(name)
+
+
+_RULES = (
+    *(_finite, _server, _model, _lora, _sampling, _scheduler, _extra),
+    *(_batches, _staleness, _data, _rewards, _evaluation),
+)

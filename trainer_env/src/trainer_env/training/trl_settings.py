@@ -68,7 +68,7 @@ def _settings(config: TrainConfig, reward_weights: list[float], *, on_gpu: bool)
         "loss_type": grpo.loss_type,
         "beta": grpo.beta,
         "epsilon": grpo.epsilon,
-        "epsilon_high": grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high,
+        "epsilon_high": grpo.clip_high,
         "importance_sampling_level": grpo.importance_sampling_level,
         "scale_rewards": grpo.scale_rewards,
         "mask_truncated_completions": grpo.mask_truncated_completions,
