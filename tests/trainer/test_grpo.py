@@ -281,6 +281,12 @@ def test_the_same_seed_gives_the_same_adapter_and_another_seed_another(make_conf
     assert not torch.equal(first_a(3), first_a(4))
 
 
+def test_a_layer_that_the_model_lacks_is_refused_while_it_is_loaded(make_config, tiny):
+    with pytest.raises(ConfigError, match=r"has no layer 'q_prj'\.") as refused:
+        grpo.load_policy(make_config("lora.target_modules=['q_proj','q_prj']"), tiny)
+    assert "'q_proj'" in refused.value.remedy
+
+
 def test_padding_is_told_from_every_token_of_a_prompt(make_config, tiny):
     tokenizer = grpo.load_policy(make_config(), tiny).tokenizer
     prompt = tokenizer.apply_chat_template(

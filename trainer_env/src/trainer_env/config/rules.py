@@ -111,6 +111,11 @@ def _lora(config: TrainConfig) -> Iterator[Problem]:
         yield "lora.bias", f"the server cannot serve trained biases; expected 'none', got {config.lora.bias!r}"
     if config.lora.modules_to_save:
         yield "lora.modules_to_save", "the server cannot serve whole modules beside an adapter; leave it empty"
+    for name in config.lora.target_modules:
+        if name.rpartition(".")[2] in ("lm_head", "embed_tokens"):
+            yield "lora.target_modules", f"{name!r} would be trained as a whole, which the server cannot serve"
+        elif name == "all-linear":
+            yield "lora.target_modules", '\'all-linear\' is no layer; name them, as in ["q_proj", "v_proj"]'
 
 
 def _sampling(config: TrainConfig) -> Iterator[Problem]:

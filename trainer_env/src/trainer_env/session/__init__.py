@@ -12,6 +12,7 @@ from trainer_env.config import TrainConfig, changed, to_toml
 from trainer_env.display import Display, Mode, open_display
 from trainer_env.evaluation import Answered
 from trainer_env.models.hub import without_statistics
+from trainer_env.models.layers import require_stored_layers
 from trainer_env.models.precision import remark, settled
 from trainer_env.placement import Placement
 from trainer_env.rewards.columns_check import check_columns
@@ -129,12 +130,14 @@ class Session:
         return "\n".join([*self.describe(), *self.placement.lines()])
 
     def check(self) -> str:
-        """Have the server half check its part, then find the model, and prompts that leave no room for a completion.
+        """Have the server half check its part, then find the model, its layers that get an adapter, and prompts that
+        leave no room for a completion.
 
         Returns the engine's command line. Starts nothing. Raises ConfigError.
         """
         command = self._serving.check(self._source)
         self._model = models.resolve(self.config.model.name)
+        require_stored_layers(self.config.lora, self._model, self.config.model.name)
         found = fitting_early(self.config, self._data, self._model)
         self._data, self.left_out = found.data, found.remark(self.config) or self.left_out
         return command

@@ -15,6 +15,7 @@ from trainer_env import ranks
 from trainer_env.config import TrainConfig
 from trainer_env.data.ordering import training_rows
 from trainer_env.models import cache_dir
+from trainer_env.models.layers import require_layers
 from trainer_env.publishing.publisher import Publisher
 from trainer_env.rewards import Reward
 from trainer_env.runs.checkpoints import checkpoint_to_resume, save_adapter
@@ -89,7 +90,8 @@ def attends_to_packed_rows() -> bool:
 def load_policy(config: TrainConfig, model_path: str) -> Policy:
     """The base model with a fresh adapter, on the GPU if this process sees one, else on the CPU.
 
-    model_path: what `models.resolve` returned. The same seed gives the same adapter.
+    model_path: what `models.resolve` returned. The same seed gives the same adapter. Raises ConfigError when the model
+    lacks a layer that is to get one.
     """
     FastLanguageModel = import_unsloth().FastLanguageModel  # noqa: N806 (a class)
     import torch
@@ -106,6 +108,7 @@ def load_policy(config: TrainConfig, model_path: str) -> Policy:
         trust_remote_code=config.model.trust_remote_code,
     )
     lora = config.lora
+    require_layers(lora, [name for name, _ in model.named_modules()], config.model.name)
     model = FastLanguageModel.get_peft_model(
         model,
         r=lora.r,
