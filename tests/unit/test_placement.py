@@ -291,6 +291,24 @@ def test_gpus_that_do_not_come_out_even_are_refused_by_the_name_of_the_setting(g
 
 
 @pytest.mark.parametrize(
+    ("settings", "wanted", "expected"),
+    [
+        ({"server_gpus": (0,)}, 4, "it is 4, and the number of the server's GPUs is 1."),
+        ({"server_gpus": (0, 1)}, 1, "it is 1, and the number of the server's GPUs is 2."),
+        ({"mode": "time-share"}, 2, "time-share uses one GPU"),
+        ({"mode": "shared"}, 2, "shared uses one GPU"),
+    ],
+)
+def test_one_engine_of_another_number_of_gpus_than_the_servers_is_refused(settings, wanted, expected):
+    server = {"tensor_parallel": wanted}
+    placement = plan(PlacementConfig(**settings), machine(8), server=server)
+    with pytest.raises(ConfigError, match=r"server\.tensor_parallel: ") as refused:
+        placement.server_settings(server)
+    assert expected in str(refused.value)
+    assert placement.server_settings({**server, "nnodes": 2})  # That each machine has its part, the server half checks.
+
+
+@pytest.mark.parametrize(
     ("settings", "overlap", "server", "trainer"),
     [
         ({}, False, None, "8"),

@@ -64,11 +64,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     def server_settings(self, user: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What the plan means in the terms of `[server]`. user: what is set there by hand, which wins.
 
-        Raises ConfigError when the server's GPUs are no whole number for each of its engines.
+        Raises ConfigError when the server's GPUs are no whole number for each of its engines, or another than is set.
         """
         if self.mode == "cpu":
             return {"device": "cpu"}
-        each = _gpus_each(len(self.server), user or {})
+        each = _gpus_each(len(self.server), user or {}, self.mode)
         settings: dict[str, Any] = {"device": "cuda", "tensor_parallel": each}
         if self.memory_share is not None:
             settings["memory_share"] = self.memory_share
@@ -254,7 +254,7 @@ def _gpus_wanted(server: Mapping[str, Any]) -> int:
     return max(1, _count(server, "data_parallel") * _count(server, "tensor_parallel") // _count(server, "nnodes"))
 
 
-def _gpus_each(gpus: int, server: Mapping[str, Any]) -> int:
+def _gpus_each(gpus: int, server: Mapping[str, Any], mode: Mode) -> int:
     """GPUs for one engine of the server's, on all its machines. Raises ConfigError when they do not come out even."""
     engines, wanted = _count(server, "data_parallel"), _gpus_wanted(server)
     even = gpus == wanted if "tensor_parallel" in server else gpus % engines == 0
@@ -264,6 +264,12 @@ def _gpus_each(gpus: int, server: Mapping[str, Any]) -> int:
             f"{gpus}.",
             why="Each engine computes on server.tensor_parallel GPUs of its own.",
             remedy=f"Give it {wanted} with --server-gpus, or lower server.data_parallel.",
+        )
+    if engines == _count(server, "nnodes") == 1 and not even:
+        raise ConfigError(
+            f"server.tensor_parallel: it is {wanted}, and the number of the server's GPUs is {gpus}.",
+            why="One engine computes on all of them." if mode == "split" else f"{mode} uses one GPU for both halves.",
+            remedy="Leave it out: it follows from the GPUs. In split mode --server-gpus names as many as are wanted.",
         )
     return gpus * _count(server, "nnodes") // engines
 
