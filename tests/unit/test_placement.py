@@ -101,6 +101,48 @@ def test_visible_devices_are_opaque_ids(visible, usable):
     assert [device.id for device in machine(4, visible).usable()] == usable
 
 
+def cut(*gpus, visible=None):
+    """A machine whose GPUs have so many slices each; of none it is whole."""
+    devices = []
+    for index, slices in enumerate(gpus):
+        devices += [
+            Device(id=f"MIG-{index}{place}", uuid=f"MIG-{index}{place}", part_of=str(index)) for place in range(slices)
+        ]
+        devices += [] if slices else [gpu(index)]
+    return Devices(gpus=tuple(devices), visible=visible, cores=8)
+
+
+@pytest.mark.parametrize(
+    ("slices", "mode", "server", "trainer"),
+    [
+        ((1,), "time-share", ["MIG-00"], ["MIG-00"]),
+        ((3,), "split", ["MIG-00"], ["MIG-01"]),
+        ((2, 2), "split", ["MIG-00"], ["MIG-01"]),
+        ((0, 2), "split", ["0"], ["MIG-10"]),
+        ((2, 0, 0), "split", ["MIG-00"], ["1", "2"]),
+    ],
+)
+def test_a_process_computes_on_one_slice(slices, mode, server, trainer):
+    placement = plan(PlacementConfig(), cut(*slices))
+    assert placement.mode == mode
+    assert ids(placement) == (server, trainer)
+
+
+def test_the_index_of_a_gpu_that_is_cut_stands_for_its_slices():
+    assert [device.id for device in cut(3, visible="0").usable()] == ["MIG-00", "MIG-01", "MIG-02"]
+    assert [device.id for device in cut(0, 2, visible="1,0,2").usable()] == ["MIG-10", "MIG-11", "0"]
+    assert plan(PlacementConfig(), cut(3, visible="0")).mode == "split"
+
+
+def test_slices_that_were_to_compute_together_are_refused():
+    message = refusal(cut(4), server_gpus=("MIG-00",), trainer_gpus=("MIG-01", "MIG-02"))
+    assert "the trainer is to compute on MIG-01, MIG-02 together" in message
+    several = plan(PlacementConfig(server_gpus=("MIG-00", "MIG-01")), cut(4))
+    with pytest.raises(ConfigError, match="the server is to compute on MIG-00, MIG-01 together"):
+        several.server_settings()
+    assert several.server_settings({"data_parallel": 2})["tensor_parallel"] == 1
+
+
 def test_visible_devices_name_nothing_on_a_machine_without_a_driver():
     assert plan(PlacementConfig(), machine(0, visible="0")).mode == "cpu"
 
@@ -413,6 +455,7 @@ def test_detection_asks_the_driver_and_lets_go_of_it(monkeypatch):
         ("MIG-0", "name of MIG-0"),
         ("MIG-1", "name of MIG-1"),
     ]
+    assert [device.part_of for device in found.gpus] == ["", "1", "1"]
     assert found.gpus[0].holders == (f"pid {2**30} (a process of another container, 1.0 GiB)",)
     assert [device.capability for device in found.gpus] == [(7, 5), None, None]
     assert found.visible == "MIG-1"

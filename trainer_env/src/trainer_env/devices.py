@@ -35,6 +35,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that hold its memory, as people read them."""
     capability: tuple[int, int] | None = None
     """CUDA's compute capability, such as (9, 0)."""
+    part_of: str = ""
+    """The index of the GPU that this is a slice of."""
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a MIG slice: CUDA gives a process one of them, however many are visible."""
+        return self.id.startswith("MIG-")
 
     def answers_to(self, name: str) -> bool:
         """Whether a name means this device. As in CUDA, a UUID may be shortened while it stays unique."""
@@ -59,7 +66,7 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
         """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; none where the driver or torch knows none.
 
         As in CUDA, the list ends at an id of -1 and at an index that does not exist. Other ids that detection does not
-        know are left to CUDA.
+        know are left to CUDA. The index of a GPU that is cut stands for its slices.
         """
         if self.cpu_build:
             return ()
@@ -67,10 +74,11 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
             return self.gpus
         found: dict[str, Device] = {}
         for name in (part.strip() for part in self.visible.split(",")):
+            slices = [device for device in self.gpus if name and device.part_of == name]
             device = self.find(name)
-            if name in ("", "-1", "NoDevFiles") or (name.isdecimal() and not device.uuid):
+            if name in ("", "-1", "NoDevFiles") or (name.isdecimal() and not device.uuid and not slices):
                 break
-            found[device.id] = device
+            found |= {device.id: device for device in slices or [device]}
         return tuple(found.values())
 
 
@@ -139,7 +147,7 @@ def _parts(pynvml: Any, index: int, handle: Any) -> Iterator[Device]:
     if not slices:
         yield _device(pynvml, handle, str(index))
     for part in slices:
-        yield _device(pynvml, part, pynvml.nvmlDeviceGetUUID(part))
+        yield msgspec.structs.replace(_device(pynvml, part, pynvml.nvmlDeviceGetUUID(part)), part_of=str(index))
 
 
 def _slices(pynvml: Any, handle: Any) -> Iterator[Any]:

@@ -69,6 +69,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         if self.mode == "cpu":
             return {"device": "cpu"}
         each = _gpus_each(len(self.server), user or {}, self.mode)
+        if each > 1:
+            _require_one_slice("server", self.server)
         settings: dict[str, Any] = {"device": "cuda", "tensor_parallel": each}
         if self.memory_share is not None:
             settings["memory_share"] = self.memory_share
@@ -116,6 +118,7 @@ def plan(
         serving, training = (device,), (device,)
         if config.mode == "auto" and _fit_at_once(config, device, model, backend):
             mode = "shared"
+    _require_one_slice("trainer", training)
     _require_a_rank_each(config, training)
     for device in {device.id: device for device in (*serving, *training)}.values():
         _require_room(device)
@@ -230,10 +233,12 @@ def _one_gpu(server: tuple[Device, ...], trainer: tuple[Device, ...], devices: D
 def _two_sets(
     server: tuple[Device, ...], trainer: tuple[Device, ...], devices: Devices, wanted: int
 ) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
-    """Server and trainer devices of a split: the server on the first free ones, the trainer on all others."""
+    """Server and trainer devices of a split: the server on the first free ones, the trainer on all others that it can
+    use together.
+    """
     usable = devices.usable()
     server = server or _others(usable, trainer)[:wanted]
-    trainer = trainer or _others(usable, server)
+    trainer = trainer or _whole(_others(usable, server))
     shared = [device.id for device in server if device.id in {other.id for other in trainer}]
     if shared:
         raise ConfigError(
@@ -283,6 +288,21 @@ def _count(server: Mapping[str, Any], name: str) -> int:
 def _others(devices: Sequence[Device], taken: Sequence[Device]) -> tuple[Device, ...]:
     ids = {device.id for device in taken}
     return tuple(device for device in devices if device.id not in ids)
+
+
+def _whole(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """The whole GPUs; where there are only slices, the first."""
+    return tuple(device for device in devices if not device.is_slice) or devices[:1]
+
+
+def _require_one_slice(half: str, devices: Sequence[Device]) -> None:
+    if len(devices) > 1 and any(device.is_slice for device in devices):
+        raise ConfigError(
+            f"placement: the {half} is to compute on {', '.join(device.id for device in devices)} together.",
+            why="CUDA gives a process one MIG slice, and no GPU beside it.",
+            remedy=f"Name one with --{half}-gpus, or whole GPUs"
+            + (", or set server.data_parallel to their number." if half == "server" else "."),
+        )
 
 
 def _require_room(device: Device) -> None:
