@@ -111,7 +111,7 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(lab, one_step):
     run = lab.fake(output_dir=one_step.output_dir).finish()
     assert run.code == 2
     assert "already holds a run" in run.stderr
-    assert "--resume run" in run.stderr
+    assert f"--resume run --set output_dir={run.output_dir}" in run.stderr
     assert (one_step.output_dir / "run" / "metrics.jsonl").read_bytes() == before
     assert (one_step.output_dir / "run" / "summary.json").exists()
 

@@ -130,7 +130,7 @@ def test_an_interrupt_while_training_waits_for_the_step(run):
     last = run.steps[-1]
     total = 4 if last == 2 else 3
     assert f"tandem-train: interrupted after step {last} of {total}; nothing is left running." in run.stderr
-    assert "--resume run" in run.stderr
+    assert f"--resume run --set output_dir={run.output_dir}" in run.stderr
     assert "Traceback" not in run.stdout + run.stderr
 
 

@@ -1,6 +1,7 @@
 """The command line: what each flag comes to, and that it needs nothing but the standard library."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from bridge.settings import apply_overrides
 from trainer_env import arguments
+from trainer_env.runs.finding import to_resume
 
 
 def overrides(*argv):
@@ -80,6 +82,17 @@ def test_resume_loads_the_runs_own_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     parsed = arguments.parse(["--resume", "one"])
     assert (parsed.resume, parsed.config) == ("one", Path("runs/one/config.toml"))
+
+
+@pytest.mark.parametrize("output_dir", ["runs", "my runs/of today", "/{tmp}/elsewhere"])
+def test_the_words_that_a_run_ends_with_go_on_with_it(tmp_path, monkeypatch, output_dir):
+    folder = Path(output_dir.format(tmp=tmp_path))
+    monkeypatch.chdir(tmp_path)
+    runs(folder, "one", "two")
+    words = to_resume(folder / "one")
+    assert ("--set" in words) is (output_dir != "runs")
+    parsed = arguments.parse(shlex.split(words))
+    assert (parsed.resume, parsed.config) == ("one", folder / "one" / "config.toml")
 
 
 def test_resume_without_a_name_takes_the_newest_run(tmp_path):

@@ -1,5 +1,6 @@
 """From what people write to a run: which config holds, and what it is called."""
 
+import errno
 import shutil
 import sys
 from pathlib import Path
@@ -8,8 +9,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from bridge.errors import ConfigError
+from bridge.errors import BridgeError, ConfigError
 from trainer_env import config
+from trainer_env.runs.run_folder import needing_room, step_to_resume
 from trainer_env.session import Session, opening
 
 ROOT = Path(__file__).parents[2]
@@ -151,3 +153,15 @@ def test_by_hand_no_run_is_trained_on_in_several_processes(job):
     session = Session(found, opening.place(found, source), source=source, by_hand=True)
     with pytest.raises(ConfigError, match=r"2 processes(.|\n)*--resume"):
         session.train()
+
+
+def test_who_is_told_to_resume_a_run_elsewhere_is_told_where(job, tmp_path):
+    settings = config.load(job, [f'output_dir="{tmp_path}"', "run=one"])
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError) as held:
+        step_to_resume(settings, resume=False)
+    with pytest.raises(BridgeError) as full, needing_room(settings):
+        raise OSError(errno.ENOSPC, "full")
+    for error in (held.value, full.value):
+        assert f"--resume one --set output_dir={tmp_path}" in error.remedy

@@ -16,6 +16,7 @@ import msgspec
 from bridge.errors import BridgeError, ConfigError
 from trainer_env import arguments, config
 from trainer_env.models.hub import without_statistics
+from trainer_env.runs.finding import to_resume
 
 if TYPE_CHECKING:
     from trainer_env.session import Session
@@ -84,7 +85,7 @@ def train(session: "Session") -> int:
         return 0
     print(
         f"tandem-train: interrupted after step {summary.steps} of {settings.grpo.max_steps}; nothing is left running.\n"
-        f"  do: --resume {settings.run} goes on from there.",
+        f"  do: {to_resume(settings.run_dir)} goes on from there.",
         file=sys.stderr,
     )
     return EXIT_INTERRUPTED

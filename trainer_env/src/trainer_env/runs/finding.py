@@ -1,6 +1,7 @@
 """A run, or a config, by what people call it: a run's name, its folder, a TOML file."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from bridge.errors import ConfigError
@@ -29,6 +30,12 @@ def find_run(name: str, runs: Path = RUNS) -> Path:
     if Path(name).is_dir():
         raise ConfigError(f"{name} is no run's folder: it has no {CONFIG}.", remedy=_others(name, runs))
     raise ConfigError(f"There is no run {name!r}, here or in {runs}.", remedy=_others(name, runs))
+
+
+def to_resume(run_dir: Path) -> str:
+    """The words of a command line that go on with a run, for people."""
+    where = [] if run_dir.parent == RUNS else ["--set", f"output_dir={run_dir.parent}"]
+    return shlex.join(["--resume", run_dir.name, *where])
 
 
 def find_config(name: str, runs: Path = RUNS) -> Path:

@@ -10,6 +10,7 @@ from bridge.endpoint import private_dir
 from bridge.errors import BridgeError, ConfigError
 from trainer_env.config import TrainConfig
 from trainer_env.runs.checkpoints import checkpoint_to_resume, step_of
+from trainer_env.runs.finding import to_resume
 
 
 def step_to_resume(config: TrainConfig, *, resume: bool) -> int | None:
@@ -22,7 +23,7 @@ def step_to_resume(config: TrainConfig, *, resume: bool) -> int | None:
         if metrics.is_file() and metrics.stat().st_size:
             raise ConfigError(
                 f"{config.run_dir} already holds a run.",
-                remedy=f"Go on with it: --resume {config.run}; or start another one with --run NAME.",
+                remedy=f"Go on with it: {to_resume(config.run_dir)}; or start another one with --run NAME.",
             )
         return None
     return step_of(checkpoint_to_resume(config.run_dir / "checkpoints"))
@@ -61,8 +62,8 @@ def needing_room(config: TrainConfig) -> Iterator[None]:
         raise BridgeError(
             f"The disk of {config.run_dir} is full.",
             why=f"{type(error).__name__}: {error}",
-            remedy=f"Make room, then go on from the last whole checkpoint with --resume {config.run}; what was written "
-            "before is intact.",
+            remedy=f"Make room, then go on from the last whole checkpoint with {to_resume(config.run_dir)}; what was "
+            "written before is intact.",
         ) from error
 
 

@@ -14,6 +14,7 @@ from trainer_env.config import EvaluationConfig
 from trainer_env.display import Display, open_display
 from trainer_env.evaluation import best_adapter
 from trainer_env.evaluation.held_out import HeldOut
+from trainer_env.runs.finding import to_resume
 from trainer_env.runs.jsonl import JsonLines, write_atomically
 from trainer_env.runs.records import Evaluation, Phase, Sample, StepMetrics, Summary
 from trainer_env.runs.run_reader import summary_of
@@ -67,7 +68,7 @@ class Tracker:
         if resume_step is None and recorded:
             raise ConfigError(
                 f"{run_dir} already holds a run.",
-                remedy=f"Go on with it: --resume {run_dir.name}; or start another one with --run NAME.",
+                remedy=f"Go on with it: {to_resume(run_dir)}; or start another one with --run NAME.",
             )
         last = resume_step or 0
         summary = summary_of(run_dir) if resume_step is not None else None
