@@ -45,10 +45,11 @@ def test_a_hub_that_nobody_reaches_is_not_asked(monkeypatch, listener):
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-def test_a_proxy_is_left_to_find_the_hub(monkeypatch, listener):
+@pytest.mark.parametrize("variable", ["http_proxy", "all_proxy", "ALL_PROXY"])
+def test_a_proxy_is_left_to_find_the_hub(monkeypatch, listener, variable):
     endpoint(monkeypatch, listener)
     listener.close()
-    monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
+    monkeypatch.setenv(variable, "http://proxy.invalid:3128")
     monkeypatch.setenv("no_proxy", "")
     assert go_offline_unless_reachable() == ""
     assert os.environ["HF_HUB_OFFLINE"] == "0"

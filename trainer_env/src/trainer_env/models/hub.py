@@ -37,7 +37,7 @@ def unreachable() -> str:
         return "HF_HUB_OFFLINE is set, so that only what is in the local cache is found."
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     host = endpoint.hostname or ""
-    if endpoint.scheme in getproxies() and not proxy_bypass(host):
+    if {endpoint.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
         return ""  # Whoever answers for the hub is not to be found by its name.
     try:
         socket.create_connection(
