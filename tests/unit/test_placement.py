@@ -396,6 +396,7 @@ class Nvml:
     """The driver's library for a machine with a whole GPU and one that is cut into two slices."""
 
     NVML_DEVICE_MIG_ENABLE = 1
+    NVML_ERROR_NOT_SUPPORTED = 3
     NVMLError = type("NVMLError", (Exception,), {})
 
     def __init__(self, *, driver=True):
@@ -462,6 +463,39 @@ def test_detection_asks_the_driver_and_lets_go_of_it(monkeypatch):
     assert nvml.open == 0
 
 
+@pytest.mark.parametrize("call", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID", "nvmlDeviceGetMemoryInfo"])
+def test_a_gpu_that_does_not_answer_is_left_out_and_said(monkeypatch, call):
+    nvml = Nvml()
+    answer = getattr(nvml, call)
+
+    def lost(which):
+        if which in (0, "GPU-0"):
+            raise nvml.NVMLError("GPU is lost")
+        return answer(which)
+
+    monkeypatch.setattr(nvml, call, lost)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = detection.detect({})
+    assert [device.id for device in found.gpus] == ["MIG-0", "MIG-1"]
+    assert nvml.open == 0
+    for settings in (PlacementConfig(), PlacementConfig(mode="cpu")):
+        assert "GPU 0 does not answer: GPU is lost" in plan(settings, found).lines()[-1]
+
+
+def test_a_gpu_without_memory_of_its_own_is_one_of_unknown_size(monkeypatch):
+    nvml = Nvml()
+    error = nvml.NVMLError("Not Supported")
+    error.value = nvml.NVML_ERROR_NOT_SUPPORTED  # pyright: ignore[reportAttributeAccessIssue]
+
+    def memory(_):
+        raise error
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", memory)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    first = detection.detect({}).gpus[0]
+    assert (first.id, first.total_bytes, first.free_bytes) == ("0", None, None)
+
+
 def test_detection_without_a_driver_finds_no_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(driver=False))
     assert detection.detect({}).gpus == ()
@@ -476,7 +510,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Whatever is set in the test is taken back.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    monkeypatch.setattr(detection, "_gpus", lambda: TWO_GPUS)
+    monkeypatch.setattr(detection, "_gpus", lambda: (TWO_GPUS, ()))
     monkeypatch.setattr(detection, "_torch_version", lambda: "2.0+cu128")
     monkeypatch.setattr(detection, "_confined", None)
     return monkeypatch

@@ -52,6 +52,8 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
     """All GPUs of the machine, and the cores that we may use."""
 
     gpus: tuple[Device, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """What the driver says of GPUs that it counts and that do not answer, for people."""
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES as the user has it; None: not set."""
     cores: int = 1
@@ -87,8 +89,10 @@ def detect(environment: Mapping[str, str] = os.environ) -> Devices:
 
     What `confine` has hidden from this process is there all the same: another run may be planned for it.
     """
+    gpus, left_out = _gpus()
     return Devices(
-        gpus=_gpus(),
+        gpus=gpus,
+        left_out=left_out,
         visible=_users_visible() if environment is os.environ else environment.get(VISIBLE),
         cores=available_cores(),
         cpu_build=_torch_version().endswith("+cpu"),
@@ -127,18 +131,24 @@ def _torch_version() -> str:
         return ""
 
 
-def _gpus() -> tuple[Device, ...]:
+def _gpus() -> tuple[tuple[Device, ...], tuple[str, ...]]:
+    """Those that answer, and what to say of the others."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return ()
+        return (), ()
+    found, left_out = list[Device](), list[str]()
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(device for index, handle in enumerate(handles) for device in _parts(pynvml, index, handle))
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                found += list(_parts(pynvml, index, pynvml.nvmlDeviceGetHandleByIndex(index)))
+            except pynvml.NVMLError as error:  # It fell off the bus, say.
+                left_out.append(f"GPU {index} does not answer: {error}; nvidia-smi tells more")
     finally:
         pynvml.nvmlShutdown()
+    return tuple(found), tuple(left_out)
 
 
 def _parts(pynvml: Any, index: int, handle: Any) -> Iterator[Device]:
@@ -165,16 +175,26 @@ def _slices(pynvml: Any, handle: Any) -> Iterator[Any]:
 
 
 def _device(pynvml: Any, handle: Any, name: str) -> Device:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    memory = _memory(pynvml, handle)
     return Device(
         id=name,
         uuid=pynvml.nvmlDeviceGetUUID(handle),
         name=pynvml.nvmlDeviceGetName(handle),
-        total_bytes=memory.total,
-        free_bytes=memory.free,
+        total_bytes=memory and memory.total,
+        free_bytes=memory and memory.free,
         holders=tuple(_holders(pynvml, handle)),
         capability=_capability(pynvml, handle),
     )
+
+
+def _memory(pynvml: Any, handle: Any) -> Any:
+    """None of a GPU without memory of its own."""
+    try:
+        return pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError as error:
+        if getattr(error, "value", None) == pynvml.NVML_ERROR_NOT_SUPPORTED:
+            return None
+        raise
 
 
 def _capability(pynvml: Any, handle: Any) -> tuple[int, int] | None:

@@ -29,9 +29,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 1
     server_threads: int = 0
     trainer_threads: int = 0
+    left_out: tuple[str, ...] = ()
+    """What to say of GPUs that are there and cannot be used."""
 
     def lines(self) -> list[str]:
         """The plan for people, a line each."""
+        return [*self._plan(), *(f"  left out {text}" for text in self.left_out)]
+
+    def _plan(self) -> list[str]:
         if self.mode == "cpu":
             threads = [f"{count} threads" if count else "as many threads as it likes" for count in self._threads()]
             return [
@@ -108,7 +113,7 @@ def plan(
                 "placement: GPUs are named for a run on the CPU.",
                 remedy="Leave out --server-gpus and --trainer-gpus, or --placement cpu and --accelerator cpu.",
             )
-        return _on_cpu(config, devices.cores, overlap=overlap)
+        return _on_cpu(config, devices, overlap=overlap)
     backend = str((server or {}).get("backend", "vllm"))
     serving, training = _named(server_ids, devices, "server"), _named(trainer_ids, devices, "trainer")
     if mode == "split":
@@ -135,6 +140,7 @@ def plan(
         cores=devices.cores,
         server_threads=config.server_threads,
         trainer_threads=config.trainer_threads,
+        left_out=devices.left_out,
     )
 
 
@@ -177,12 +183,19 @@ def _mode(config: PlacementConfig, devices: Devices, *, given: bool) -> Mode:
     return "time-share" if usable else "cpu"
 
 
-def _on_cpu(config: PlacementConfig, cores: int, *, overlap: bool) -> Placement:
+def _on_cpu(config: PlacementConfig, devices: Devices, *, overlap: bool) -> Placement:
     # In turns each half may use all cores. Engines bind their threads themselves, so theirs is set only to share.
-    ranks = config.trainer_ranks or 1
+    ranks, cores = config.trainer_ranks or 1, devices.cores
     trainer = config.trainer_threads or max(1, (cores - cores // 2 if overlap else cores) // ranks)
     server = config.server_threads or (max(1, cores // 2) if overlap else 0)
-    return Placement(mode="cpu", ranks=ranks, cores=cores, server_threads=server, trainer_threads=trainer)
+    return Placement(
+        mode="cpu",
+        ranks=ranks,
+        cores=cores,
+        server_threads=server,
+        trainer_threads=trainer,
+        left_out=devices.left_out,
+    )
 
 
 def _require_a_rank_each(config: PlacementConfig, trainer: tuple[Device, ...]) -> None:
