@@ -166,6 +166,10 @@ def test_settings_that_do_not_go_together_are_refused(overrides, expected):
         ["grpo.lr_scheduler_type=warmup_stable_decay", "grpo.extra.lr_scheduler_kwargs={num_decay_steps=4}"],
         ["grpo.lr_scheduler_type=polynomial"],
         ["grpo.loss_type=vespo"],
+        [
+            *("grpo.loss_type=vespo", "grpo.vllm_importance_sampling_mode=sequence_mask"),
+            "grpo.vllm_importance_sampling_correction=false",
+        ],
     ],
 )
 def test_settings_that_go_together_are_taken(overrides):

@@ -125,7 +125,8 @@ def _sampling(config: TrainConfig) -> Iterator[Problem]:
             yield f"grpo.{name}", _BIASED.format(neutral=neutral)
     if grpo.loss_type == "luspo" and grpo.importance_sampling_level != "sequence":
         yield "grpo.importance_sampling_level", "loss_type 'luspo' is defined for 'sequence' only"
-    if grpo.loss_type == "vespo" and grpo.vllm_importance_sampling_mode.startswith("sequence"):
+    whole = grpo.vllm_importance_sampling_correction and grpo.vllm_importance_sampling_mode.startswith("sequence")
+    if grpo.loss_type == "vespo" and whole:
         yield "grpo.vllm_importance_sampling_mode", "loss_type 'vespo' takes 'token_truncate' or 'token_mask' only"
     low, high = grpo.vllm_importance_sampling_clip_min, grpo.vllm_importance_sampling_clip_max
     if low is not None and low >= high:
