@@ -1,6 +1,7 @@
 """Whose turn it is on one GPU: in time-share the server gives its memory back while the trainer trains."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,8 +50,8 @@ def release_gpu_memory() -> None:
 class Turns:
     """Without a server the two halves compute whenever they like.
 
-    With one, it sleeps but for `servers`. release: gives back what the trainer holds on the GPU and does not need.
-    timeout_s: for the server to fall asleep, or to wake.
+    With one, it sleeps but for `servers`, where several threads may be at once. release: gives back what the trainer
+    holds on the GPU and does not need. timeout_s: for the server to fall asleep, or to wake.
     """
 
     def __init__(
@@ -64,6 +65,9 @@ class Turns:
         self._release = release
         self._timeout_s = timeout_s
         self._turned = Turned()
+        self._turning = threading.Lock()
+        self._inside: set[object] = set()
+        """A mark for each of those whose turn it is with the server."""
 
     def make_room(self) -> None:
         """Before the server takes memory, to load an adapter for instance."""
@@ -72,25 +76,40 @@ class Turns:
 
     @contextmanager
     def servers(self) -> Iterator[None]:
-        """The server's turn: awake in here, asleep afterwards. What is raised in here leaves it awake.
+        """The server's turn: awake in here, asleep once everybody has left. What the last one raises leaves it awake.
 
         Raises what the server answers when it cannot wake or sleep.
         """
         if self._server is None:
             yield
             return
-        started = time.perf_counter()
-        self._release()
-        self._server.ask(Wake(deadline_s=self._timeout_s))
-        self._turned = replace(self._turned, wake_s=(self._turned.wake_s or 0.0) + time.perf_counter() - started)
-        yield
-        self._sleep(self._server)
+        mark = object()
+        try:
+            with self._turning:
+                if not self._inside:
+                    self._wake(self._server)
+                self._inside.add(mark)
+            yield
+            with self._turning:
+                self._inside.discard(mark)
+                if not self._inside:
+                    self._sleep(self._server)
+        finally:
+            self._inside.discard(mark)
 
     def sleep_again(self) -> None:
         """The server has woken for an adapter, and the turn is still the trainer's. Raises what it answers."""
         if self._server:
             self._release()
-            self._sleep(self._server)
+            with self._turning:
+                if not self._inside:  # Else whoever leaves last puts it to sleep.
+                    self._sleep(self._server)
+
+    def _wake(self, server: Server) -> None:
+        started = time.perf_counter()
+        self._release()
+        server.ask(Wake(deadline_s=self._timeout_s))
+        self._turned = replace(self._turned, wake_s=(self._turned.wake_s or 0.0) + time.perf_counter() - started)
 
     def _sleep(self, server: Server) -> None:
         started = time.perf_counter()
