@@ -165,3 +165,19 @@ def test_who_is_told_to_resume_a_run_elsewhere_is_told_where(job, tmp_path):
         raise OSError(errno.ENOSPC, "full")
     for error in (held.value, full.value):
         assert f"--resume one --set output_dir={tmp_path}" in error.remedy
+
+
+def test_a_session_that_has_refused_to_make_way_is_asked_to_the_next_time(job, monkeypatch):
+    made("mine", *RANKS)
+    earlier, asked = opened(run="mine"), []
+
+    def make_way():
+        asked.append(True)
+        if len(asked) == 1:
+            raise ConfigError("It is being trained.")
+
+    monkeypatch.setattr(earlier, "make_way", make_way, raising=False)
+    with pytest.raises(ConfigError, match="being trained"):
+        opened(run="mine")
+    assert opened(run="mine") is not earlier
+    assert asked == [True, True]

@@ -42,8 +42,9 @@ def opened(
         require_one_process(placement, source)
     session = make(found, placement, source=source, by_hand=True)
     session.check()
-    if (earlier := _opened.pop(folder, None)) and earlier.is_open:  # Only now: a mistake costs nobody their server.
+    if (earlier := _opened.get(folder)) and earlier.is_open:  # Only now: a mistake costs nobody their server.
         earlier.make_way()
+    _opened.pop(folder, None)  # Not before: one that refuses, or is interrupted, is to make way the next time.
     try:
         session.start()
     except BaseException:
