@@ -441,6 +441,46 @@ def test_a_session_whose_beginning_anew_was_interrupted_is_asked_and_trains_all_
         assert lab.publish(session._serving, 2).version == 2
 
 
+def test_a_session_that_was_broken_off_before_its_first_checkpoint_begins_with_another_server(lab, monkeypatch):
+    config = load(lab.job(), ['tracking.display="none"'])
+    with Session(config, plan(config.placement, Devices(cores=2)), by_hand=True) as session:
+        session.start()
+        session.status()
+        lab.note()
+        lab.publish(session._serving, 1)
+        session._go_on(config)
+        with monkeypatch.context() as patched:
+            patched.setattr(session._serving, "_start_again", lambda: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                session.status()
+        assert session.status().version == 0
+        lab.note()
+        session._go_on(config)
+        session.status()
+        assert lab.publish(session._serving, 1).version == 1
+        assert len(lab.journal("start")) == 2
+
+
+def test_a_session_that_has_not_reached_a_server_yet_begins_with_one_that_has_learnt_nothing(lab, monkeypatch):
+    config = load(lab.job(), ['tracking.display="none"'])
+
+    def session():
+        return Session(config, plan(config.placement, Devices(cores=2)), by_hand=True)
+
+    with session() as first:
+        first.start()
+        first.status()
+        lab.publish(first._serving, 1)
+        first.close(keep_server=True)
+    with session() as second:
+        broken_off(monkeypatch, admitted=True)
+        with pytest.raises(KeyboardInterrupt):
+            second.start()
+        second._go_on(config)
+        assert second.status().version == 0
+        lab.note()
+
+
 class Tokenizer:
     """Of the tiny model, which has none: token 5, whatever the text."""
 

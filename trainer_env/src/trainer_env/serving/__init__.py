@@ -41,6 +41,8 @@ class Serving:
         self._process = self._process_in(config.run_dir)
         self._matters: dict[str, object] = {}
         self._anew = True
+        self._learnt = False
+        """Whether a server that this process has asked is to be replaced, for it serves adapters and the run begins."""
         self._client: LastingClient | None = None
         self._attached = False
         """Whether the server may have admitted this process: one that was interrupted does not know."""
@@ -103,11 +105,22 @@ class Serving:
 
     def connect(self) -> LastingClient:
         """Wait until the engine has answered, and take the server's lease. Raises what keeps it from being ready."""
-        if self._client is None and self._process.taken_over:
+        if self._client is None and (self._process.taken_over or self._learnt):
             self._hold(self._attach_to_left())
         if self._client is None:
             self._hold(self._attach(again=self._attached))
         return self.client
+
+    def begin(self, version: int) -> None:
+        """The run begins: from now on `connect` gives a server that serves no adapter yet, another one if need be.
+
+        version: what the server serves, as far as it was asked.
+        """
+        self._anew = True
+        if self._client and version:
+            self._learnt = True
+            client, self._client = self._client, None
+            client.close()
 
     def begin_anew(self) -> LastingClient:
         """Hold the server under another epoch, in which the first version may be older than its newest.
@@ -224,6 +237,7 @@ class Serving:
         self._say("the server that was left will not do: another one is started")
         self._process.stop()
         self._start_again()
+        self._learnt, self._engine_restarts = False, 0
         return None
 
     def _renew(self, error: PeerDied, version: int) -> BlockingClient:

@@ -281,7 +281,9 @@ class Session:
                 display.close()
 
     def _go_on(self, config: TrainConfig) -> None:
-        """A run that is opened by hand goes on from where it is; a server that is ahead of that begins anew."""
+        """A run that is opened by hand goes on from where it is; a server that is ahead of that begins anew, and where
+        there is nothing to go on from, another one does.
+        """
         done, checkpoints = self.history.steps, config.run_dir / "checkpoints"
         if done and config.grpo.max_steps < done[-1].step:
             raise ConfigError(
@@ -290,12 +292,14 @@ class Session:
                 remedy="Give the number of all its steps, not of those to come.",
             )
         self._resume = bool(done) or last_checkpoint(checkpoints) is not None
-        if self._resume:
-            step = step_of(checkpoint_to_resume(checkpoints))
-            if self._serving.connected and self.status().version > step:
-                with self._connecting:
-                    self._asking = None
-                    self._serving.begin_anew()
+        version = self.status().version if self._serving.connected else 0
+        if not self._resume:
+            with self._connecting:
+                self._serving.begin(version)
+        elif version > step_of(checkpoint_to_resume(checkpoints)):
+            with self._connecting:
+                self._asking = None
+                self._serving.begin_anew()
         self.config = config
         self._write_config()
         self._show(config.tracking.display)
