@@ -24,6 +24,7 @@ from trainer_env.sampling.prompts import fitting
 from trainer_env.sampling.rollouts import Rollouts
 from trainer_env.sampling.sampler import Sampler
 from trainer_env.serving import Serving
+from trainer_env.serving.held_signals import held_signals
 from trainer_env.serving.server import Server
 from trainer_env.serving.turns import SLEEP, Turns, release_gpu_memory, sleep_first
 from trainer_env.training.interrupts import Interrupts
@@ -99,8 +100,10 @@ class Training:
         """The base model under a fresh adapter: a `grpo.Policy`."""
         confine(self.placement.trainer_environment())
         with self._phase(), timed("the trainer's model is loaded", self.display), self._quietly():
-            from trainer_env.training import grpo
+            with held_signals():  # A library whose import was broken off cannot be imported again in this process.
+                from trainer_env.training import grpo
 
+                grpo.import_unsloth()
             return grpo.load_policy(self.config, self.model)
 
     def _fitting_data(self, policy: Any) -> Data:
