@@ -34,6 +34,7 @@ from trainer_env.session.asking import Asking
 from trainer_env.session.completing import Prompts, Version
 from trainer_env.training import Training, phase, timed, turns
 from trainer_env.training.interrupts import Interrupts
+from trainer_env.training.memory import letting_go
 
 if TYPE_CHECKING:
     from trainer_env.exporting import Exported, What
@@ -274,7 +275,8 @@ class Session:
             resume=self._resume,
         )
         try:
-            return training.run()
+            with letting_go():
+                return training.run()
         finally:
             display, self._display = self._display, None
             if display:
