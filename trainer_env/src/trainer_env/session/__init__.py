@@ -53,7 +53,7 @@ class Session:
     Data and rewards are read here, so that what is wrong with them is said before anything starts. Raises ConfigError.
     A server that the run's last trainer or kernel has left is gone on with when its settings are the same.
     source: what errors call the config. resume: go on from the run's last checkpoint. by_hand: somebody looks and asks
-    first, and may train later; until then nothing is changed of what the run has recorded.
+    first, and may train later; until then nothing is changed of what a run that has begun has recorded.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Session:
             self._shown.note(self.left_out)
         with needing_room(self.config):
             self._lock = RunLock(self.config)
-            if not (self._by_hand and (run_dir / "config.toml").is_file()):
+            if not (self._by_hand and (run_dir / "config.toml").is_file() and opening.has_begun(run_dir)):
                 self._write_config()
             self._serving.start(self._model, anew=not (self._resume or self._by_hand))
 

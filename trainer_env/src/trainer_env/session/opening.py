@@ -38,7 +38,7 @@ def opened(
     found, source = find(config, overrides, run=run, output_dir=output_dir)
     folder = found.run_dir.resolve()
     placement = place(found, source)
-    if not _has_begun(folder):  # A run that trained in several can still be asked, and says so when it is to go on.
+    if not has_begun(folder):  # A run that trained in several can still be asked, and says so when it is to go on.
         require_one_process(placement, source)
     session = make(found, placement, source=source, by_hand=True)
     session.check()
@@ -103,7 +103,7 @@ def find(
     path, found = _new(config, overrides)
     run, output_dir = run or found.run, output_dir or found.output_dir
     own = Path(output_dir) / run / CONFIG
-    if run and own.is_file() and _has_begun(own.parent):
+    if run and own.is_file() and has_begun(own.parent):
         path, found = own, load(own, overrides)
     return _as(found, run, output_dir, path), str(path)
 
@@ -114,7 +114,7 @@ def _as(config: TrainConfig, run: str, output_dir: str, path: Path) -> TrainConf
     return _kept_in_a_kernel(named(changed(config, names, str(path)), path))
 
 
-def _has_begun(folder: Path) -> bool:
+def has_begun(folder: Path) -> bool:
     """Whether anything of a run was trained."""
     metrics = folder / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or last_checkpoint(folder / "checkpoints") is not None

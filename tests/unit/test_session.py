@@ -1,10 +1,11 @@
-"""A session around its training: what it is when one has ended or failed."""
+"""A session as far as it goes without a server and a trainer: what it writes down, and what is left of a training."""
 
 import gc
 import sys
 import traceback
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,19 +14,42 @@ from trainer_env import config
 from trainer_env import session as module
 from trainer_env.placement import Placement
 from trainer_env.runs.run_folder import RunLock
+from trainer_env.serving import Serving
 from trainer_env.session import Session
 
 
 @pytest.fixture
-def session(tmp_path, monkeypatch, request) -> Session:
-    """One that holds its run, and whose server nobody has started."""
+def job(tmp_path, monkeypatch, request):
+    """Makes sessions of one run."""
     (tmp_path / "server-vllm").symlink_to(sys.prefix)
     monkeypatch.setenv("TANDEM_VENVS", str(tmp_path))
     demo = Path(request.config.rootpath) / "configs" / "demo.toml"
-    overrides = [f'output_dir="{tmp_path}"', 'run="run"', 'tracking.display="none"']
-    session = Session(config.load(demo, overrides), Placement(mode="cpu"))
+
+    def make(*overrides: str, **how: Any) -> Session:
+        settings = [f'output_dir="{tmp_path}"', 'run="run"', 'tracking.display="none"', *overrides]
+        return Session(config.load(demo, settings), Placement(mode="cpu"), **how)
+
+    return make
+
+
+@pytest.fixture
+def session(job) -> Session:
+    """One that holds its run, and whose server nobody has started."""
+    session = job()
     session._lock = RunLock(session.config)
     return session
+
+
+@pytest.mark.parametrize(("metrics", "temperature"), [("", 1.5), ("{}\n", 0.5)])
+def test_a_run_is_as_it_was_last_opened_until_it_is_trained(job, monkeypatch, metrics, temperature):
+    monkeypatch.setattr(Serving, "start", lambda *_, **__: None)
+    for asked in (0.5, 1.5):
+        session = job(f"grpo.temperature={asked}", by_hand=True)
+        session._model = "checked"
+        session.start()
+        (session.config.run_dir / "metrics.jsonl").write_text(metrics)
+        session.close()
+    assert config.load(session.config.run_dir / "config.toml").grpo.temperature == temperature
 
 
 class Model:
