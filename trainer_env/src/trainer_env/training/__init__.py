@@ -64,7 +64,8 @@ class Training:
 
     def _run(self, tracker: Tracker, policy: Any) -> Summary:
         rollouts = self._rollouts(self.connected(), policy)
-        if self.config.evaluation.before and not self.resume:
+        stop = self.interrupts.stop  # Somebody may have ended it while it loaded.
+        if self.config.evaluation.before and not self.resume and not stop.is_set():
             self._evaluate(tracker, rollouts, policy, "eval_before", 0)
         outcome = self._train(tracker, rollouts, policy)
         if self.config.evaluation.after and (outcome.finished or tracker.held_out.enough):
@@ -161,7 +162,7 @@ class Training:
             if every and step % every == 0 and step < last:
                 self._evaluate(tracker, rollouts, policy, "eval", step)
 
-        config = self.config
+        config, stop = self.config, self.interrupts.stop
         publisher = Publisher(
             self.serving.client, timeout_s=config.rollout.publish_timeout_s, dtype=config.publish_dtype
         )
@@ -175,8 +176,8 @@ class Training:
                 tracker=tracker,
                 resume=self.resume,
                 after_step=after_step,
-                enough=lambda: tracker.held_out.enough,
-                stop=self.interrupts.stop,
+                enough=lambda: tracker.held_out.enough or stop.is_set(),
+                stop=stop,
             )
 
     def _phase(self) -> AbstractContextManager[None]:
