@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bridge.errors import BridgeError, ConfigError
 from trainer_env.config import EvaluationConfig
-from trainer_env.display import LiveTable, PlainLines, Silent, TimeLeft, comparison, duration, open_display
+from trainer_env.display import LiveTable, PlainLines, Silent, TimeLeft, comparison, duration, ending, open_display
 from trainer_env.display.plot import moving_mean, plot_rewards
 from trainer_env.evaluation import best_adapter
 from trainer_env.runs import tracking
@@ -85,6 +85,7 @@ def test_a_run_without_a_step_ends_with_a_summary_too(tmp_path):
     summary = finish(tracker(tmp_path))
     assert (summary.steps, summary.reward_first4, summary.eval_before) == (0, None, None)
     assert not (tmp_path / "reward.png").exists()
+    assert "plot" not in dict(ending(summary, tmp_path))
 
 
 def test_samples_go_from_the_worst_to_the_best(tmp_path):

@@ -289,7 +289,7 @@ def ending(summary: Summary, run_dir: Path) -> list[tuple[str, str]]:
         *([("ended", early)] if summary.stopped_early else []),
         *([("proof", proof)] if disagree else []),
         ("time", f"{duration(summary.wall_s)} for {summary.steps} steps on {summary.backend}, {summary.placement}"),
-        ("plot", str(run_dir / "reward.png")),
+        *([] if summary.reward_first4 is None else [("plot", str(run_dir / "reward.png"))]),
         ("adapter", summary.adapter or "none was made"),
     ]
 
