@@ -2,6 +2,8 @@
 
 import gc
 import sys
+import threading
+import time
 import traceback
 import weakref
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, ConfigError, PeerDied
 from trainer_env import config
 from trainer_env import session as module
 from trainer_env.placement import Placement
@@ -93,3 +95,60 @@ def test_a_training_that_has_ended_keeps_no_model(session, monkeypatch, fails):
     else:
         assert session.train() == "summary"
     assert models[0]() is None
+
+
+class TrainsBeside(threading.Thread):
+    """Trains a session in another thread, until it is asked to stop and its server is gone."""
+
+    def __init__(self, session: Session, monkeypatch) -> None:
+        super().__init__(daemon=True)
+        self._session = session
+        self.begun = threading.Event()
+        self.held: list[bool] = []
+        self.raised: BaseException | None = None
+        monkeypatch.setattr(Session, "_trained", lambda *_: self.trains())
+        self.start()
+        assert self.begun.wait(60)
+
+    def trains(self) -> None:
+        self.begun.set()
+        assert self._session._interrupts.stop.wait(60)
+        time.sleep(0.2)  # It takes a moment to notice.
+        self.held.append(self._session.is_open)
+        raise PeerDied("The server was told to end.")
+
+    def run(self) -> None:
+        try:
+            self._session.train()
+        except BridgeError as error:
+            self.raised = error
+
+
+def test_closed_beside_its_training_a_session_holds_its_run_until_that_has_ended(session, monkeypatch):
+    training = TrainsBeside(session, monkeypatch)
+    session.close()
+    training.join(60)
+    assert training.held == [True]
+    assert isinstance(training.raised, ConfigError)
+    assert "closed while it trained" in str(training.raised)
+    assert not session.is_open
+
+
+def test_a_server_that_cannot_be_kept_ends_no_training(session, monkeypatch):
+    training = TrainsBeside(session, monkeypatch)
+    with pytest.raises(ConfigError, match="keep_server_s"):
+        session.close(keep_server=True)
+    assert not session._interrupts.stop.is_set()
+    session.end_step()
+    training.join(60)
+    assert isinstance(training.raised, PeerDied)
+    session.close()
+
+
+def test_a_session_that_its_own_training_closes_does_not_wait_for_itself(session, monkeypatch):
+    monkeypatch.setattr(module, "TRAINING_ENDS_S", 1e6)
+    monkeypatch.setattr(Session, "_trained", lambda *_: session.close())
+    training = threading.Thread(target=session.train, daemon=True)
+    training.start()
+    training.join(60)
+    assert not training.is_alive()

@@ -149,16 +149,20 @@ class Serving:
         """Why the server ended; None while it lives."""
         return None if self._process.alive else self._process.died()
 
-    def keep(self) -> None:
-        """Let go of the server and leave it running, for `server.keep_server_s`. Raises ConfigError.
-
-        One that is gone is not started again for that, and one that is not ready yet is not kept.
-        """
+    def require_keepable(self) -> None:
+        """Raises ConfigError when its settings say that the server ends with its trainer."""
         if not self._config.server.get("keep_server_s", 0):
             raise ConfigError(
                 "The server cannot be kept: server.keep_server_s is 0, so it ends when its trainer goes.",
                 remedy="Set server.keep_server_s to the seconds that it waits for the next trainer, 900 for instance.",
             )
+
+    def keep(self) -> None:
+        """Let go of the server and leave it running, for `server.keep_server_s`. Raises ConfigError.
+
+        One that is gone is not started again for that, and one that is not ready yet is not kept.
+        """
+        self.require_keepable()
         with self._starting:
             self._ending = True
         if self._client is None and not self._process.published:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from bridge import protocol as p
 from bridge.endpoint import for_people
-from bridge.errors import ConfigError
+from bridge.errors import BridgeError, ConfigError
 from trainer_env import data, models, rewards
 from trainer_env.config import TrainConfig, changed, to_toml
 from trainer_env.display import Display, Mode, open_display
@@ -39,6 +39,9 @@ from trainer_env.training.memory import letting_go
 if TYPE_CHECKING:
     from trainer_env.exporting import Exported, What
     from trainer_env.session.async_session import AsyncSession
+
+TRAINING_ENDS_S = 60.0
+"""For a training in another thread to notice that its session is closed."""
 
 
 class Session:
@@ -85,6 +88,9 @@ class Session:
         self._lock: RunLock | None = None
         self._connecting = threading.RLock()
         self._training = threading.Lock()
+        self._trainer = 0
+        """The thread that trains, while there is one."""
+        self._closing = False
 
     @classmethod
     def open(
@@ -246,9 +252,14 @@ class Session:
         if not self._training.acquire(blocking=False):
             raise ConfigError(f"Run {self.config.run!r} is being trained already.", remedy="Wait, or interrupt it.")
         try:
+            self._trainer = threading.get_ident()
             self._interrupts.stop = stop or threading.Event()
             with self._interrupts.heeded():
                 return self._trained(steps)
+        except BridgeError as error:
+            if self._closing:
+                raise self._is_closed("This session was closed while it trained.") from error
+            raise
         finally:
             if self._by_hand:  # Otherwise the end of the training is the end of it all.
                 self._interrupts.forget()
@@ -329,21 +340,29 @@ class Session:
         """End the server and its engine, whatever state they are in. now: kill rather than ask.
 
         keep_server: leave them running instead, for server.keep_server_s; the next session of this run goes on with
-        them. Raises ConfigError, and closes nothing, when that is 0. Interrupted, it may be called again.
+        them. Raises ConfigError, and closes nothing, when that is 0. Interrupted, it may be called again. A training in
+        another thread ends with ConfigError, and is waited for.
         """
-        self._interrupts.killing = now
+        if keep_server:
+            self._serving.require_keepable()
+        self._interrupts.killing, self._closing = now, True
+        if self._training.locked():
+            self.end_step()
         if keep_server:
             self._serving.keep()
         try:
             self._serving.close(now=now)
         finally:
             self._asking = None
-            display, self._display = self._display, None
-            if display:
-                display.close()
-            lock, self._lock = self._lock, None
-            if lock:
-                lock.release()
+            try:
+                self._wait_for_training()
+            finally:
+                display, self._display = self._display, None
+                if display:
+                    display.close()
+                lock, self._lock = self._lock, None
+                if lock:
+                    lock.release()
 
     @property
     def is_open(self) -> bool:
@@ -372,9 +391,15 @@ class Session:
 
     def _require_open(self) -> None:
         if self._lock is None:
-            raise ConfigError(
-                "This session is closed.", remedy=f"Session.attach({self.config.run!r}) opens the run again."
-            )
+            raise self._is_closed("This session is closed.")
+
+    def _is_closed(self, what: str) -> ConfigError:
+        return ConfigError(what, remedy=f"Session.attach({self.config.run!r}) opens the run again.")
+
+    def _wait_for_training(self) -> None:
+        """The run is nobody else's before its trainer has let go of it."""
+        if self._trainer != threading.get_ident() and self._training.acquire(timeout=TRAINING_ENDS_S):
+            self._training.release()
 
     def _write_config(self) -> None:
         """The run as it is trained, in its folder."""
