@@ -74,3 +74,13 @@ def test_a_stopped_process_lives(sleeper):
     assert adopted
     sleeper.send_signal(signal.SIGSTOP)
     assert not adopted.ended(0.05)
+
+
+def test_one_that_is_let_go_of_counts_as_ended_and_is_left_alone(sleeper):
+    adopted = find(sleeper)
+    assert adopted
+    for _ in range(2):
+        adopted.close()
+    assert adopted.poll() == 0
+    assert adopted.stop(10, 10) == "gone"
+    assert sleeper.poll() is None

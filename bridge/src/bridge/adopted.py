@@ -19,7 +19,7 @@ class Adopted:
 
     def __init__(self, pid: int, handle: int) -> None:
         self.pid = pid
-        self._handle = handle
+        self._handle: int | None = handle
 
     @classmethod
     def find(cls, pid: int, started: int) -> Self | None:
@@ -39,9 +39,11 @@ class Adopted:
         return 0 if self.ended(0) else None
 
     def ended(self, seconds: float) -> bool:
-        """Whether it ends in that time."""
+        """Whether it ends in that time. One that is let go of counts as ended."""
+        if (handle := self._handle) is None:
+            return True
         poller = select.poll()
-        poller.register(self._handle, select.POLLIN)
+        poller.register(handle, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
 
     def stop(self, term_s: float, kill_s: float) -> Rung:
@@ -55,14 +57,18 @@ class Adopted:
             rung = "killed"
         if not self.ended(kill_s):
             raise EngineFailed(f"Process {self.pid} survives SIGKILL.", remedy="Look at `dmesg`.")
-        with contextlib.suppress(ChildProcessError):  # It is a child after all when this process once started it.
-            os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOHANG)
+        if self._handle is not None:
+            with contextlib.suppress(ChildProcessError):  # A child after all when this process once started it.
+                os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOHANG)
         return rung
 
     def close(self) -> None:
-        """Let go of the handle."""
-        os.close(self._handle)
+        """Let go of the handle, once."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
 
     def _send(self, signum: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, signum)
+        if self._handle is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signum)

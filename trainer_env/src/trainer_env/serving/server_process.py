@@ -37,7 +37,7 @@ FAMILY_S = 30.0
 """For an engine whose server is dead. Its guard takes it down: SIGTERM, and SIGKILL a few seconds later."""
 FAILURE_FILE = "server_failure.json"
 _kept: list["subprocess.Popen[bytes]"] = []
-"""Children that were left running on purpose: nobody here waits for them."""
+"""Children that were left running on purpose: nobody here waits for them, and those that end are collected later."""
 
 
 def environment_folder(backend: str) -> Path:
@@ -171,6 +171,7 @@ class ServerProcess:
         for stale in ("connection.json", FAILURE_FILE):
             (self.run_dir / stale).unlink(missing_ok=True)
         self._family = {}
+        _collect_kept()
         with self.log_path.open("ab") as log, held_signals():
             self._child = subprocess.Popen(
                 [*self._command(), "--trainer", str(os.getpid())],
@@ -259,6 +260,7 @@ class ServerProcess:
             child.close()
         elif child:
             _kept.append(child)
+        _collect_kept()
 
     def stop(self, *, now: bool = False) -> Rung:
         """End it and its engine; nobody of them lives afterwards. now: kill rather than ask.
@@ -288,6 +290,8 @@ class ServerProcess:
             path.unlink(missing_ok=True)
         if self._scratch:  # A server that was killed has not removed it.
             shutil.rmtree(self._scratch, ignore_errors=True)
+        if isinstance(child, Adopted):
+            child.close()
         return rung
 
     def _engine_family(self) -> list[int]:
@@ -313,6 +317,11 @@ class ServerProcess:
             settings=settings,
             free_bytes=dict(self._free_bytes),
         )
+
+
+def _collect_kept() -> None:
+    """Those that were kept and have ended since: until somebody looks, the system keeps what is left of them."""
+    _kept[:] = [child for child in _kept if child.poll() is None]
 
 
 @contextlib.contextmanager
