@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ def job(tmp_path, monkeypatch, request):
 
 
 @pytest.fixture
-def session(job) -> Session:
+def session(job) -> Iterator[Session]:
     """One that holds its run, and whose server nobody has started."""
     session = job()
     session._lock = RunLock(session.config)
-    return session
+    yield session
+    session.close()
 
 
 @pytest.mark.parametrize(("metrics", "temperature"), [("", 1.5), ("{}\n", 0.5)])

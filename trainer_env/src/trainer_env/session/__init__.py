@@ -9,7 +9,6 @@ from bridge.endpoint import for_people
 from bridge.errors import BridgeError, ConfigError
 from trainer_env import data, models, rewards
 from trainer_env.config import TrainConfig, changed, to_toml
-from trainer_env.display import Display, Mode, open_display
 from trainer_env.evaluation import Answered
 from trainer_env.models.hub import without_statistics
 from trainer_env.models.layers import require_stored_layers
@@ -32,6 +31,7 @@ from trainer_env.serving.turns import Turns
 from trainer_env.session import opening
 from trainer_env.session.asking import Asking
 from trainer_env.session.completing import Prompts, Version
+from trainer_env.session.screen import Screen
 from trainer_env.training import Training, phase, timed, turns
 from trainer_env.training.interrupts import Interrupts
 from trainer_env.training.memory import letting_go
@@ -78,13 +78,13 @@ class Session:
         self._rewards = rewards.load(config.rewards)
         self._data = data.load(config.data, config.seed)
         check_columns(config.rewards, self._rewards, self._data)
-        self._interrupts = Interrupts(say=self._say)
-        self._serving = Serving(config, placement, say=self._say)
+        self._screen = Screen(lambda: self.config, by_hand=by_hand)
+        self._interrupts = Interrupts(say=self._screen.say)
+        self._serving = Serving(config, placement, say=self._screen.say)
         self._model = ""
         self.left_out = ""
         """How many examples `check` has left out for their long prompts, for people; empty: none."""
         self._asking: Asking | None = None
-        self._display: Display | None = None
         self._lock: RunLock | None = None
         self._connecting = threading.RLock()
         self._training = threading.Lock()
@@ -161,7 +161,7 @@ class Session:
         if not self._model:  # Else it has been checked already.
             self.check()
         if self.left_out:
-            self._shown.note(self.left_out)
+            self._screen.display.note(self.left_out)
         with needing_room(self.config):
             self._lock = RunLock(self.config)
             if not (self._by_hand and (run_dir / "config.toml").is_file() and opening.has_begun(run_dir)):
@@ -282,16 +282,14 @@ class Session:
             serving=self._serving,
             connected=self._connected,
             interrupts=self._interrupts,
-            display=self._shown,
+            display=self._screen.display,
             resume=self._resume,
         )
         try:
             with letting_go():
                 return training.run()
         finally:
-            display, self._display = self._display, None
-            if display:
-                display.close()
+            self._screen.close()
 
     def _go_on(self, config: TrainConfig) -> None:
         """A run that is opened by hand goes on from where it is; a server that is ahead of that begins anew, and where
@@ -315,7 +313,7 @@ class Session:
                 self._serving.begin_anew()
         self.config = config
         self._write_config()
-        self._show(config.tracking.display)
+        self._screen.open_for_training()
 
     def export(
         self, out: str | Path, *, what: "What" = "adapter", which: str | int = "last", force: bool = False
@@ -357,9 +355,7 @@ class Session:
             try:
                 self._wait_for_training()
             finally:
-                display, self._display = self._display, None
-                if display:
-                    display.close()
+                self._screen.close()
                 lock, self._lock = self._lock, None
                 if lock:
                     lock.release()
@@ -414,19 +410,19 @@ class Session:
             return self._serving.client if self._asking and self._serving.connected else self._connect()
 
     def _connect(self) -> Server:
-        with phase(self._serving, self._interrupts), timed("the server answers", self._shown):
+        with phase(self._serving, self._interrupts), timed("the server answers", self._screen.display):
             client = self._serving.connect()
-        ours = turns(self.placement, client, self._shown)
+        ours = turns(self.placement, client, self._screen.display)
         self._asking = Asking(client, self._model, self.config, ours, self._held_anew)
         for line in for_people(client.welcome.http_url, client.welcome.metrics_url):
-            self._shown.note(line)
+            self._screen.display.note(line)
         return client
 
     def _held_anew(self) -> tuple[Server, Turns]:
         """The server under another epoch. Raises what keeps it from answering; `_connected` goes on from there."""
         with self._connecting:
             client = self._serving.begin_anew()
-            return client, turns(self.placement, client, self._shown)
+            return client, turns(self.placement, client, self._screen.display)
 
     def _asking_now(self) -> Asking:
         if self.placement.mode == "time-share" and self._training.locked():
@@ -436,20 +432,3 @@ class Session:
         self._connected()
         assert self._asking
         return self._asking
-
-    @property
-    def _shown(self) -> Display:
-        """Where people look; opened when first needed. Somebody who only asks is told in lines."""
-        if self._display is None:
-            mode = self.config.tracking.display
-            self._show("plain" if self._by_hand and mode != "none" else mode)
-            assert self._display
-        return self._display
-
-    def _show(self, mode: Mode) -> None:
-        if self._display:
-            self._display.close()
-        self._display = open_display(mode, self.config.grpo.max_steps)
-
-    def _say(self, text: str) -> None:
-        self._shown.status(text)
