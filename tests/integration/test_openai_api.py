@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from bridge import protocol as p
-from served import publish, served, until
+from served import program_after, publish, served, until
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -145,3 +145,18 @@ async def test_an_answer_comes_as_it_is_made_and_half_of_one_does_not_look_whole
             os.kill((await client.ask(p.Status())).engine_pid, signal.SIGKILL)
             with pytest.raises(aiohttp.ClientError):
                 await answer.read()
+
+
+async def test_a_sleep_does_not_wait_for_long_answers_of_people(tmp_path, model, backend):
+    brief = program_after("from server_env.metrics import openai_api\nopenai_api.PEOPLE_S = 0.5")
+    held = {"fault": f"holds:{tmp_path / 'never'}", "program": brief, "server": ASLEEP}
+    async with people(tmp_path, model, **held) as (server, client, http):
+        async with http.post(ROUTE, json=ask(BASE[backend])) as answer:
+            if backend == "vllm":  # The other one has begun to answer.
+                assert answer.status == 504
+                assert "ask for fewer tokens" in (await answer.json())["error"]["message"]
+            else:
+                with pytest.raises(aiohttp.ClientError):
+                    await answer.read()
+        await client.ask(p.Sleep())
+        assert server.journal("sleep")

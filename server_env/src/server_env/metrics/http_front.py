@@ -30,7 +30,7 @@ class HttpFront:
         if self._api:
             self._api.add_routes(app.router)
         app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         if isinstance(address, Path):
             await web.UnixSite(self._runner, address).start()

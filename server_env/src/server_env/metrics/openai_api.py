@@ -1,9 +1,10 @@
 """The engines' OpenAI API for people, whose requests keep the rules of the trainer's.
 
 None reaches an engine that sleeps, a sleep waits for those in flight, an adapter stays while it is asked, and what
-would end an engine is refused.
+would end an engine is refused. The trainer waits for none of them longer than PEOPLE_S.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -24,8 +25,10 @@ READING = ("/v1/models", "/version")
 HEALTH = "/health"
 """Answered here: SGLang samples a token to say that it is well, whether it sleeps or not."""
 
-NO_SUCH_MODEL, NOT_NOW = 404, 503
+NO_SUCH_MODEL, NOT_NOW, TOO_LONG = 404, 503, 504
 RETRY_AFTER_S = 10
+PEOPLE_S = 60.0
+"""For a whole answer, read to its end by whoever asked: less than the trainer waits for the server to fall asleep."""
 _NOT_PASSED = {
     *("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"),
     "authorization",  # OpenAI clients always send some key; the engine's own is added here.
@@ -121,6 +124,7 @@ class OpenAIApi:
             adapter, version = self._under(ask)
             self._require_awake()
             async with (
+                asyncio.timeout(PEOPLE_S),
                 self._adapters.lease(version, 0),
                 self._sleeper.working(),
                 self._replicas.one(adapter, max(1, ask.n or 1)) as engine,
@@ -132,6 +136,8 @@ class OpenAIApi:
             return Refusal(NOT_NOW, "The engine was lost before it had answered.").answer
         except BridgeError as error:
             return Refusal(NOT_NOW, error.what).answer
+        except TimeoutError:
+            return Refusal(TOO_LONG, f"The answer took more than {PEOPLE_S:g} s: ask for fewer tokens at once.").answer
 
     def _checked(self, body: bytes) -> Ask:
         """A request that does an engine no harm."""
@@ -167,17 +173,23 @@ class OpenAIApi:
 
 
 async def _passed_on(engine: Engine, request: web.Request, body: bytes) -> web.StreamResponse:
-    """The engine's answer. Raises EngineGone and ClientConnectionError when there is none."""
+    """The engine's answer. Raises EngineGone and ClientConnectionError when there is none.
+
+    Cancelled, it ends the connection of an answer that has begun.
+    """
     headers = {k: v for k, v in request.headers.items() if k.lower() not in _NOT_PASSED}
     async with engine.http().request(request.method, request.rel_url.path_qs, data=body, headers=headers) as answer:
         kept = {k: v for k, v in answer.headers.items() if k.lower() not in _NOT_PASSED}
         response = web.StreamResponse(status=answer.status, headers=kept)
         await response.prepare(request)
-        with contextlib.suppress(aiohttp.ClientError, ConnectionError):
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
-        if request.transport:  # Half an answer must not look like a whole one.
-            request.transport.close()
+        whole = False
+        try:
+            with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+                whole = True
+        finally:
+            if request.transport and not whole:  # Half an answer must not look like a whole one.
+                request.transport.abort()  # To close it could take for ever: it would wait for whoever does not read.
         return response
