@@ -54,6 +54,11 @@ class LeaseBook:
         """Seconds since the last heartbeat; infinite before the first."""
         return self.clock() - self._seen
 
+    @property
+    def died(self) -> bool:
+        """Whether the last holder was a process of this host that is gone."""
+        return _died_here(self._client)
+
     def attach(self, run_id: str, client: str, *, alone: bool = False, again: bool = False) -> bool:
         """Give run_id the lease; whether that began a new epoch. client: `host:pid`, for the error and for restarts.
 
@@ -66,7 +71,7 @@ class LeaseBook:
                 f"This server belongs to run {self.only_run!r}, not {run_id!r}.",
                 remedy="Start a server of your own, or use that run's name.",
             )
-        fresh = not self.alive or _died_here(self._client) or (again and client == self._client)
+        fresh = not self.alive or self.died or (again and client == self._client)
         if self.alive and (run_id != self.run_id or (alone and not fresh)):
             raise Refused(
                 f"Run {self.run_id!r} ({self._client}) holds this server.",

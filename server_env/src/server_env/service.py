@@ -1,9 +1,10 @@
 """Bridge messages onto an engine: who may ask, under which adapter version, and what the answer is."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from bridge import protocol as p
 from bridge.errors import BridgeError, EngineFailed, ProtocolMismatch, Refused
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 
 CHANGING = (p.PublishAdapter, p.Canary, p.Sleep, p.Wake, p.Shutdown)
 """What changes the server for whoever else asks it."""
+
+ENGINES_WORK = (p.Generate, p.Score, p.Canary)
+"""What an engine is asked, and a sleep waits for."""
 
 TICKS = 10
 """How often in a lease the time is counted; less often than MAX_TICK_S it never is."""
@@ -59,10 +63,12 @@ class Service:
         self._prompt_tokens = 0
         self._tokens = 0
         self._dozing = False
+        self._asked: dict[asyncio.Task[object], int] = {}
+        """Who works on what an engine is asked, and of which epoch that is."""
 
     async def handle(self, request: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
         """The reply to one message. Raises BridgeError to refuse it."""
-        with self.metrics.request(type(request)):
+        with self.metrics.request(type(request)), self._known(request):
             return await self._answer(request, call)
 
     async def _answer(self, request: p.DataRequest | p.ControlRequest, call: Call) -> p.Reply:
@@ -83,6 +89,26 @@ class Service:
                 self._dozing = self._dozing and not to_sleep  # Whoever asks for sleep says when it ends, too.
                 return await self._turn(self.sleeper.sleep if to_sleep else self.sleeper.wake)
         raise ProtocolMismatch(f"This server does not know what to do with {type(request).__name__}.")
+
+    @contextlib.contextmanager
+    def _known(self, request: p.DataRequest | p.ControlRequest) -> Iterator[None]:
+        task = asyncio.current_task()
+        if task and isinstance(request, ENGINES_WORK):
+            self._asked[task] = request.epoch
+        try:
+            yield
+        finally:
+            if task:
+                self._asked.pop(task, None)
+
+    def _cancel_work(self, *, before: int) -> None:
+        """What trainers of earlier epochs have asked: nobody waits for it but a sleep. An onlooker's (epoch 0) goes on.
+
+        Each is cancelled once: it may have an engine to tell.
+        """
+        for task in [task for task, epoch in self._asked.items() if 0 < epoch < before]:
+            del self._asked[task]
+            task.cancel()
 
     def end(self, why: str) -> None:
         """Begin to shut down."""
@@ -211,6 +237,7 @@ class Service:
         if hello.run_id:
             same_run = hello.run_id == self.book.run_id
             if self.book.attach(hello.run_id, hello.client, alone=hello.alone, again=hello.again):
+                self._cancel_work(before=self.book.epoch)
                 self.adapters.new_epoch(same_run=same_run)
                 log.info("run %r (%s) holds the lease, epoch %d", hello.run_id, hello.client, self.book.epoch)
             await self._stop_dozing()
@@ -277,6 +304,8 @@ class Service:
                 elif keep >= 0 and self._served_s - waiting_from_s > first:
                     self.end(f"no trainer came within {first:g} s, as server.attach_within_s and keep_server_s say")
             elif not self.book.alive:
+                if self.book.died:  # Otherwise it may only stand still, and be back for its answers.
+                    self._cancel_work(before=self.book.epoch + 1)
                 if 0 <= keep <= self.book.silent_s - self.book.lease_s:
                     self.end(f"run {self.book.run_id!r} has been silent for {self.book.silent_s:.0f} s")
                 elif self.sleeper.possible and not self.sleeper.asleep and not self.sleeper.in_flight:
