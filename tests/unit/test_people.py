@@ -13,6 +13,7 @@ from aiohttp import web
 
 from served import until
 from server_env.adapters.peft_adapter import BaseModel
+from server_env.engines.gate import Gate
 from server_env.gpus.sleeping import Sleeper
 from server_env.metrics import openai_api
 from server_env.metrics.http_front import HttpFront
@@ -28,8 +29,12 @@ class Engine:
     model = "model"
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked, self.let_in, self.gate = 0, [], Gate()
         self.session: aiohttp.ClientSession | None = None
+
+    def people(self, body):
+        self.let_in.append(json.loads(body))
+        return self.gate.shared()
 
     def http(self) -> aiohttp.ClientSession:
         assert self.session
@@ -152,3 +157,16 @@ async def test_whoever_does_not_read_is_cut_off(server, monkeypatch):
         with contextlib.suppress(ConnectionError):
             read = await reader.read(-1)
     assert not read.endswith(b"0\r\n\r\n")  # It does not look whole.
+
+
+async def test_a_request_that_the_engine_cannot_have_yet_does_not_reach_it(server):
+    alone = server.engine.gate.alone()
+    await alone.__aenter__()
+    async with aiohttp.ClientSession(server.url) as http:
+        asking = asyncio.create_task(http.post(ROUTE, json=ASK))
+        await until(lambda: server.engine.let_in, "the request to come to the gate")
+        assert server.engine.let_in == [ASK]
+        assert not server.engine.asked
+        await alone.__aexit__(None, None, None)
+        await until(lambda: server.engine.asked, "the request to reach the engine")
+        asking.cancel()

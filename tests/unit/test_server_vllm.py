@@ -1,5 +1,7 @@
 """vLLM's own: the ranks that it takes, its option list, the routes that sleep needs; see test_engine_config.py too."""
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -7,6 +9,7 @@ from bridge.errors import ConfigError
 from server_env.config import ServerConfig
 from server_env.engines.options import EngineOptions, Option
 from server_env.engines.vllm import VLLMConfig, arguments, environment, resolve
+from server_env.engines.vllm_http import VLLM
 
 
 def words(server=None, native=None, device="cpu", installed=None):
@@ -81,3 +84,39 @@ def test_development_routes_are_open_only_where_sleep_needs_them(tmp_path):
     assert "VLLM_SERVER_DEV_MODE" not in variables()
     assert variables(sleep=True)["VLLM_SERVER_DEV_MODE"] == "1"
     assert variables(engine_env={"VLLM_CACHE_ROOT": "/mine"})["VLLM_CACHE_ROOT"] == "/mine"
+
+
+async def meet(engine, body, other):
+    """Whether a second request of people's is let in while the first one is there."""
+    met = asyncio.Event()
+
+    async def come():
+        async with engine.people(other):
+            met.set()
+
+    async with engine.people(body):
+        second = asyncio.create_task(come())
+        await asyncio.sleep(0)
+        found = met.is_set()
+    await second
+    return found
+
+
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        b'{"prompt_logprobs": 0}',
+        b'{"echo": true, "logprobs": 1}',
+        b'{"echo": true, "messages": []}',
+        b'{"echo": "\xff"}',
+    ],
+)
+async def test_people_may_have_a_prompt_scored_on_a_cpu_only_while_nothing_else_is_asked(scoring):
+    server = msgspec.convert({"model": "m", "engine_command": ["vllm"]}, ServerConfig)
+    plain = b'{"prompt": "2+3", "logprobs": 1, "echo": false, "prompt_logprobs": null}'
+    engine = VLLM(server, VLLMConfig(), "cpu", None)
+    assert await meet(engine, plain, plain)
+    assert await meet(engine, plain, b"")
+    assert not await meet(engine, plain, scoring)
+    assert not await meet(engine, scoring, plain)
+    assert await meet(VLLM(server, VLLMConfig(), "cuda", None), scoring, scoring)

@@ -1,6 +1,7 @@
 """What an engine must do. Two kinds of failure leave it: `EngineGone`, to be tried again, and `BridgeError`, final."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -121,6 +122,10 @@ class Engine(Protocol):
 
     def http(self) -> aiohttp.ClientSession:
         """Its HTTP API, for people. Raises EngineGone while there is none."""
+        ...
+
+    def people(self, body: bytes) -> AbstractAsyncContextManager[None]:
+        """Around a request of theirs that samples, whose JSON that is: waits until the engine can have it."""
         ...
 
     async def progress(self) -> float:

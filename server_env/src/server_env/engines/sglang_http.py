@@ -1,6 +1,7 @@
 """SGLang's HTTP routes on a loopback port: what is asked, what of the answer is read, what its status codes mean."""
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -217,6 +218,10 @@ class SGLang:
     def http(self) -> aiohttp.ClientSession:
         """The connection to the running engine. Raises EngineGone while there is none."""
         return self._http.session()
+
+    def people(self, body: bytes) -> contextlib.AbstractAsyncContextManager[None]:  # noqa: ARG002 (another engine reads it)
+        """At any time."""
+        return contextlib.nullcontext()
 
     async def progress(self) -> float:
         """Tokens read and written so far; without metrics only whether it answers."""

@@ -1,6 +1,7 @@
 """vLLM's HTTP routes over its Unix socket: what is asked, what of the answer is read, what its status codes mean."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import aiohttp
@@ -50,6 +51,22 @@ class _Ask(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     skip_special_tokens: bool = True
 
 
+_NULL = msgspec.Raw(b"null")
+_NO = (_NULL, msgspec.Raw(b"false"))
+
+
+class _PeopleAsk(msgspec.Struct, frozen=True):
+    """What has vLLM score a prompt in a request of people's, as it came. For an echo it may do so by default."""
+
+    prompt_logprobs: msgspec.Raw = _NULL
+    echo: msgspec.Raw = _NULL
+
+    @property
+    def scores(self) -> bool:
+        """Whether it may."""
+        return self.prompt_logprobs != _NULL or self.echo not in _NO
+
+
 class _Logprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float | None]
 
@@ -86,6 +103,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 _completions = msgspec.json.Decoder(_Completions)
 _models = msgspec.json.Decoder(_Models)
+_people_ask = msgspec.json.Decoder(_PeopleAsk)
 _version = msgspec.json.Decoder(_Version)
 
 
@@ -213,6 +231,10 @@ class VLLM:
     def http(self) -> aiohttp.ClientSession:
         """The connection to the running engine. Raises EngineGone while there is none."""
         return self._http.session()
+
+    def people(self, body: bytes) -> AbstractAsyncContextManager[None]:
+        """Alone when a prompt is scored, for what `score` says."""
+        return self._gate.alone() if _people_ask.decode(body or b"{}").scores else self._gate.shared()
 
     async def progress(self) -> float:
         """Tokens read and written so far."""

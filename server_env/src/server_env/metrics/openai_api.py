@@ -128,6 +128,7 @@ class OpenAIApi:
                 self._adapters.lease(version, 0),
                 self._sleeper.working(),
                 self._replicas.one(adapter, max(1, ask.n or 1)) as engine,
+                engine.people(body),
             ):
                 return await _passed_on(engine, request, body)
         except Refusal as refusal:
