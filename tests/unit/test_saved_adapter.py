@@ -1,6 +1,7 @@
 """Which saved adapter a server has yet to be given for a version that is asked for."""
 
 import json
+import shutil
 
 import msgspec
 import pytest
@@ -147,3 +148,14 @@ def test_a_best_adapter_that_is_the_last_one_is_given_once(run):
     run.took(25)
     best, last = run.best(25), run.final(25)
     assert run.missing(25, newest=25, given=last) is run.missing(-1, newest=25, given=best) is None
+
+
+def test_a_checkpoint_that_was_given_and_is_gone_since_is_not_looked_for(run):
+    run.took(20)
+    given = run.checkpoint(20)
+    assert run.missing(-1) == (given, False)
+    run.took(100)
+    best = run.best(20)
+    run.checkpoint(100)
+    shutil.rmtree(given.folder)  # grpo.save_total_limit says how many are kept.
+    assert run.missing(20, newest=100, given=given) == (best, True)

@@ -105,10 +105,13 @@ def _best(run_dir: Path) -> Saved | None:
 
 
 def _same(one: Saved, other: Saved) -> bool:
-    """Whether they are the same adapter: the best one may be a checkpoint's as well."""
-    return one == other or (
-        one.version == other.version and filecmp.cmp(one.folder / FILE, other.folder / FILE, shallow=False)
-    )
+    """Whether they are the same adapter: the best one may be a checkpoint's as well. One that is gone by now is not."""
+    try:
+        return one == other or (
+            one.version == other.version and filecmp.cmp(one.folder / FILE, other.folder / FILE, shallow=False)
+        )
+    except FileNotFoundError:
+        return False
 
 
 def publish(server: Server, saved: Saved, run: TrainConfig) -> AdapterLoaded:
