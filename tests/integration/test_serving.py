@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 import lora_files
@@ -25,6 +26,7 @@ from trainer_env.config import load
 from trainer_env.devices import Devices
 from trainer_env.placement import plan
 from trainer_env.runs.checkpoints import NEEDED
+from trainer_env.runs.records import Best
 from trainer_env.session import Session
 from trainer_to_kill import serving
 
@@ -491,6 +493,27 @@ class Tokenizer:
 
     def decode(self, token_ids, **_):
         return f"{len(token_ids)} tokens"
+
+
+def test_a_run_goes_on_from_a_step_of_which_another_adapter_is_served_as_the_best(lab, monkeypatch):
+    tokenizing = SimpleNamespace(load=lambda _: Tokenizer())
+    monkeypatch.setitem(sys.modules, "trainer_env.models.tokenizing", tokenizing)
+    config = load(lab.job(), ['tracking.display="none"', "data.chat=false", 'data.system_prompt=""'])
+    checkpoint = lab.run_dir / "checkpoints" / "checkpoint-2"
+    lora_files.make(lab.model, 2).write(checkpoint)
+    for name in NEEDED[1:]:
+        (checkpoint / name).write_text(json.dumps({"global_step": 2}))
+    best = lora_files.make(lab.model, 7).write(lab.run_dir / "best")
+    (best / "best.json").write_bytes(msgspec.json.encode(Best(step=2, reward_mean=0.9, version=2)))
+    with Session(config, plan(config.placement, Devices(cores=2)), by_hand=True) as session:
+        session.start()
+        (answer,) = session.generate("5", max_tokens=2, version=2)
+        lab.note()
+        assert answer.version == 2
+        session._go_on(config)
+        session.status()
+        assert lab.publish(session._serving, 2).version == 2  # What training does first.
+        assert len(lab.journal("load")) == 2
 
 
 def test_a_session_is_asked_under_saved_versions_in_any_order(lab, monkeypatch):

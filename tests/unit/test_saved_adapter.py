@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import ConfigError
 from bridge.protocol import ServerStatus
-from trainer_env.publishing.saved_adapter import Saved, missing, must_begin_anew
+from trainer_env.publishing.saved_adapter import Saved, in_the_way, missing, must_begin_anew
 from trainer_env.runs.checkpoints import NEEDED
 from trainer_env.runs.records import Best, StepMetrics, Summary
 
@@ -52,8 +52,8 @@ class Run:
         lines = [msgspec.json.encode(StepMetrics(step=step, version=step)) for step in range(1, steps + 1)]
         (self.folder / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
 
-    def missing(self, version, newest=0, loaded=(), **how):
-        status = ServerStatus(
+    def status(self, newest, loaded=()):
+        return ServerStatus(
             engine="",
             engine_version="",
             engine_pid=0,
@@ -66,6 +66,9 @@ class Run:
             dropped_frames=0,
             uptime_s=0.0,
         )
+
+    def missing(self, version, newest=0, loaded=(), **how):
+        status = self.status(newest, loaded)
         found = missing(status, self.folder, version, **how)
         return found and (found, must_begin_anew(status, found))
 
@@ -159,3 +162,18 @@ def test_a_checkpoint_that_was_given_and_is_gone_since_is_not_looked_for(run):
     run.checkpoint(100)
     shutil.rmtree(given.folder)  # grpo.save_total_limit says how many are kept.
     assert run.missing(20, newest=100, given=given) == (best, True)
+
+
+def test_a_run_goes_on_in_a_new_epoch_when_the_server_has_newer_or_other_weights(run):
+    run.checkpoint(15, "again")
+
+    def anew(newest):
+        return in_the_way(run.status(newest), run.folder, 15)
+
+    assert [anew(version) for version in (0, 14, 15, 16)] == [False, False, False, True]
+    run.best(15, "the first time")
+    assert [anew(version) for version in (0, 14, 15, 16)] == [False, False, True, True]
+    run.best(15, "again")
+    assert not anew(15)
+    run.best(10, "the first time")
+    assert not anew(15)

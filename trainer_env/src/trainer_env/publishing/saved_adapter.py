@@ -64,6 +64,15 @@ def must_begin_anew(status: ServerStatus, saved: Saved) -> bool:
     return saved.version <= status.version
 
 
+def in_the_way(status: ServerStatus, run_dir: Path, step: int) -> bool:
+    """Whether the server takes the checkpoint of this step only in a new epoch: what it has is newer, or may be the
+    best adapter of that number, of a time when the run took the step otherwise. Identical bytes it knows again.
+    """
+    best, checkpoint = _best(run_dir), _checkpoint(run_dir, step)
+    other = best and checkpoint and best.version == step and not _same(best, checkpoint)
+    return status.version > step or (status.version == step and bool(other))
+
+
 def _newest(run_dir: Path, newest: int, given: Saved | None) -> Saved | None:
     """The newest that was saved, unless the server has it or what came after it."""
     best, recorded = _best(run_dir), steps_taken(run_dir)

@@ -14,6 +14,7 @@ from trainer_env.models.hub import without_statistics
 from trainer_env.models.layers import require_stored_layers
 from trainer_env.models.precision import remark, settled
 from trainer_env.placement import Placement
+from trainer_env.publishing.saved_adapter import in_the_way
 from trainer_env.rewards.columns_check import check_columns
 from trainer_env.runs.checkpoints import checkpoint_to_resume, last_checkpoint, step_of
 from trainer_env.runs.environment_record import write_environment
@@ -303,11 +304,11 @@ class Session:
                 remedy="Give the number of all its steps, not of those to come.",
             )
         self._resume = bool(done) or last_checkpoint(checkpoints) is not None
-        version = self.status().version if self._serving.connected else 0
+        status = self.status() if self._serving.connected else None
         if not self._resume:
             with self._connecting:
-                self._serving.begin(version)
-        elif version > step_of(checkpoint_to_resume(checkpoints)):
+                self._serving.begin(status.version if status else 0)
+        elif status and in_the_way(status, config.run_dir, step_of(checkpoint_to_resume(checkpoints))):
             with self._connecting:
                 self._asking = None
                 self._serving.begin_anew()
