@@ -177,3 +177,16 @@ def test_a_run_goes_on_in_a_new_epoch_when_the_server_has_newer_or_other_weights
     assert not anew(15)
     run.best(10, "the first time")
     assert not anew(15)
+
+
+@pytest.mark.parametrize("left", [Run.checkpoint, Run.final])
+def test_a_server_that_has_a_step_as_it_was_taken_again_is_given_the_best_adapter_of_that_step(run, left):
+    run.took(25)
+    best = run.best(25, "the first time")
+    assert run.missing(25, newest=25) is None  # Training left nothing that says otherwise.
+    last = left(run, 25, "again")
+    assert run.missing(25, newest=25) == run.missing(25, newest=26, loaded=(25, 26)) == (best, True)
+    assert run.missing(-1, newest=25) == (last, True)  # Somebody may have asked for the best one before.
+    assert run.missing(25, newest=25, given=best) is run.missing(-1, newest=25, given=last) is None
+    best = run.best(25, "again")
+    assert run.missing(25, newest=25) is None

@@ -46,16 +46,17 @@ def missing(
         return found if found and found.version > newest else None
     if version < 0:
         return _newest(run_dir, newest, given)
-    found = _best(run_dir)
+    found, trained = _best(run_dir), _checkpoint(run_dir, version) or _final(run_dir, version)
     if found is None or found.version != version:
-        found = _checkpoint(run_dir, version) or _final(run_dir, version)
+        found = trained
     if version > newest and not found:
         raise ConfigError(
             f"There is no adapter version {version}: the server's newest is {newest}, and the run has not saved that "
             "one.",
             remedy="Leave the version out for the newest.",
         )
-    other = given and found and given.version == version and not _same(given, found)
+    has = given if given and given.version == version else trained  # Where training published it, that is what it left.
+    other = has and found and not _same(has, found)
     return None if version in (0, *status.loaded) and not other else found
 
 
@@ -91,8 +92,9 @@ def _newest(run_dir: Path, newest: int, given: Saved | None) -> Saved | None:
     # What it serves may be the best adapter, of a step that a resumed run has yet to take again or has taken otherwise.
     if best is None or best.version != newest or _same(saved, best):
         return None
-    serves_best = _same(given, best) if given and given.version == newest else newest > recorded
-    return saved if serves_best else None
+    if given and given.version == newest:
+        return saved if _same(given, best) else None
+    return saved if newest > recorded or saved.version == newest else None  # It knows again what it has.
 
 
 def _checkpoint(run_dir: Path, version: int) -> Saved | None:
