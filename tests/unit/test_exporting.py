@@ -161,6 +161,8 @@ def test_what_is_not_there_is_said_in_one_line(a_run, tmp_path):
     run, out = a_run(best=None), tmp_path / "out"
     assert "no checkpoint of step 5" in (said := refusal(run, out, which=5))
     assert "There are: last, 4, 8." in said
+    (run / "metrics.jsonl").unlink()  # Of what training ended with the step is not known now.
+    assert "no checkpoint of step 0" in refusal(run, out, which=0)
     assert "no best adapter" in refusal(run, out, which="best")
     assert "got 'newest'" in refusal(run, out, which="newest")
     for folder in ("adapter", "checkpoints"):

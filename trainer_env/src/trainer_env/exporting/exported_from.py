@@ -47,7 +47,7 @@ def find_adapter(run_dir: Path, which: str | int = "last") -> Origin:
     step, saved = int(which), _checkpoints(run_dir)
     if step in saved:
         return _origin(run_dir, saved[step], step)
-    if _is_adapter(run_dir / "adapter") and step == final_step(run_dir):
+    if step and _is_adapter(run_dir / "adapter") and step == final_step(run_dir):
         return _origin(run_dir, run_dir / "adapter", step)
     raise ConfigError(
         f"{run_dir} has no checkpoint of step {step}.",
