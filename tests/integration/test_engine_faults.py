@@ -10,7 +10,7 @@ import pytest
 
 import lora_files
 from bridge import protocol as p
-from bridge.errors import EngineFailed, Failure, PeerDied, Refused, StaleVersion
+from bridge.errors import EngineFailed, Failure, PeerDied, Refused, StaleVersion, Timeout
 from bridge.guard import processes
 from served import PATIENT, generate, program_after, publish, score, served, until
 from server_env.engines import sglang_http, vllm_http
@@ -153,18 +153,23 @@ async def test_an_engine_that_sleeps_may_be_started_again_before_it_wakes(tmp_pa
 
 @pytest.mark.parametrize("needed", ["to wake", "to load", "no more"])
 async def test_an_engine_that_dies_in_the_trainers_turn_is_started_when_it_is_needed(tmp_path, model, needed):
-    events = []
-    async with served(tmp_path, model, server={"device": "cuda", "sleep": True}) as server:
+    events, gate = [], tmp_path / "gate"
+    asleep = {"device": "cuda", "sleep": True}
+    async with served(tmp_path, model, fault=f"starts-when:{gate}@2", server=asleep) as server:
         client = await server.client("run", on_event=events.append)
         await client.ask(p.Sleep())
         os.kill((await client.ask(p.Status())).engine_pid, signal.SIGKILL)
         await until(lambda: any(isinstance(event, p.EngineDied) for event in events), "the server to notice")
+        async with asyncio.timeout(60):
+            with pytest.raises(Timeout, match="did not finish Generate"):  # While one is started deadlines stand still.
+                await client.ask(generate(PROMPT, deadline_s=0.5))
         pulse = await client.ask(p.Ping())
         assert (pulse.engines, pulse.restarts) == (0, 0)
         assert isinstance(await client.ask(p.Sleep()), p.Slept)
         assert len(server.journal("start")) == 1
         if needed == "no more":
             return  # It ends as any other server.
+        gate.touch()
         if needed == "to load":
             assert (await publish(client, model, 1)).version == 1
         await client.ask(p.Wake())
