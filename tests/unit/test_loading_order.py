@@ -1,4 +1,5 @@
-"""On one GPU an engine starts alone, and sleeps before the trainer loads; with a GPU each the halves load at once."""
+"""On one GPU an engine starts beside the import of libraries, and sleeps before the trainer loads; with a GPU each the
+halves load at once."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,7 @@ def loading_order(tmp_path, monkeypatch, mode: str, capabilities: tuple[str, ...
     def rollouts(self: Training, server: Any, policy: Any) -> Any:
         raise LoadedEnough
 
+    monkeypatch.setattr(Training, "_libraries", lambda _: order.append("libraries"))
     monkeypatch.setattr(Training, "_load_policy", load_policy)
     monkeypatch.setattr(Training, "_fitting_data", lambda self, policy: self.data)
     monkeypatch.setattr(Training, "_rollouts", rollouts)
@@ -75,9 +77,9 @@ def loading_order(tmp_path, monkeypatch, mode: str, capabilities: tuple[str, ...
     ("mode", "capabilities", "expected"),
     [
         ("split", (SLEEP,), ["trainer", "engine"]),
-        ("shared", (), ["engine", "trainer", "engine"]),
-        ("time-share", (SLEEP,), ["engine", "asleep", "trainer", "engine"]),
-        ("time-share", (), ["engine", "trainer", "engine"]),
+        ("shared", (), ["libraries", "engine", "trainer", "engine"]),
+        ("time-share", (SLEEP,), ["libraries", "engine", "asleep", "trainer", "engine"]),
+        ("time-share", (), ["libraries", "engine", "trainer", "engine"]),
     ],
 )
 def test_an_engine_on_the_trainers_gpu_is_ready_before_the_trainer_loads(

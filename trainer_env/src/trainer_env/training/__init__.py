@@ -91,7 +91,12 @@ class Training:
         )
 
     def _engine_first(self) -> None:
-        """An engine that starts counts what somebody else loads on its GPU meanwhile as its own, and has too little."""
+        """An engine that starts counts what somebody else loads on its GPU meanwhile as its own, and has too little.
+
+        Libraries take nothing of it but CUDA's own memory, and as long to import as a small model takes to load.
+        """
+        with self._phase(), timed("the trainer's libraries are imported", self.display), self._quietly():
+            self._libraries()
         server = self.connected()
         if self.placement.mode == "time-share":
             with self._phase():
@@ -99,13 +104,17 @@ class Training:
 
     def _load_policy(self) -> Any:
         """The base model under a fresh adapter: a `grpo.Policy`."""
-        confine(self.placement.trainer_environment())
         with self._phase(), timed("the trainer's model is loaded", self.display), self._quietly():
-            with held_signals():  # A library whose import was broken off cannot be imported again in this process.
-                from trainer_env.training import grpo
+            return self._libraries().load_policy(self.config, self.model)
 
-                grpo.import_unsloth()
-            return grpo.load_policy(self.config, self.model)
+    def _libraries(self) -> Any:
+        """The module `grpo`, and the libraries that it goes by, which see the trainer's devices alone."""
+        confine(self.placement.trainer_environment())
+        with held_signals():  # A library whose import was broken off cannot be imported again in this process.
+            from trainer_env.training import grpo
+
+            grpo.import_unsloth()
+            return grpo
 
     def _fitting_data(self, policy: Any) -> Data:
         """By the tokenizer that trains: without a file for a light one, the session has not looked."""
