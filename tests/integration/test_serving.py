@@ -443,6 +443,10 @@ def test_a_session_whose_beginning_anew_was_interrupted_is_asked_and_trains_all_
         assert lab.publish(session._serving, 2).version == 2
 
 
+def interrupted():
+    raise KeyboardInterrupt
+
+
 def test_a_session_that_was_broken_off_before_its_first_checkpoint_begins_with_another_server(lab, monkeypatch):
     config = load(lab.job(), ['tracking.display="none"'])
     with Session(config, plan(config.placement, Devices(cores=2)), by_hand=True) as session:
@@ -452,7 +456,7 @@ def test_a_session_that_was_broken_off_before_its_first_checkpoint_begins_with_a
         lab.publish(session._serving, 1)
         session._go_on(config)
         with monkeypatch.context() as patched:
-            patched.setattr(session._serving, "_start_again", lambda: signal.raise_signal(signal.SIGINT))
+            patched.setattr(session._serving, "_start_again", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.status()
         assert session.status().version == 0

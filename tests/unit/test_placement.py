@@ -530,7 +530,8 @@ def test_a_process_that_has_trained_plans_its_next_run_as_its_first(two_gpus):
 
 
 def test_a_training_leaves_the_process_as_it_was_to_whoever_plans(two_gpus, tmp_path):
-    two_gpus.setitem(sys.modules, "trainer_env.training.grpo", SimpleNamespace(load_policy=lambda *_: "policy"))
+    grpo = SimpleNamespace(import_unsloth=lambda: None, load_policy=lambda *_: "policy")
+    two_gpus.setitem(sys.modules, "trainer_env.training.grpo", grpo)
     first = planned()
     nothing: Any = SimpleNamespace(run_dir=tmp_path, ending=False, status=lambda _: None)
     fields = {field.name: nothing for field in dataclasses.fields(Training)}
