@@ -13,6 +13,7 @@ import pytest
 
 from bridge.errors import ConfigError
 from trainer_env import devices as detection
+from trainer_env import training
 from trainer_env.config import PlacementConfig
 from trainer_env.devices import Device, Devices
 from trainer_env.memory_share import ModelSize
@@ -532,6 +533,7 @@ def test_a_process_that_has_trained_plans_its_next_run_as_its_first(two_gpus):
 def test_a_training_leaves_the_process_as_it_was_to_whoever_plans(two_gpus, tmp_path):
     grpo = SimpleNamespace(import_unsloth=lambda: None, load_policy=lambda *_: "policy")
     two_gpus.setitem(sys.modules, "trainer_env.training.grpo", grpo)
+    two_gpus.setattr(training, "grpo", grpo, raising=False)  # Where it has been imported before.
     first = planned()
     nothing: Any = SimpleNamespace(run_dir=tmp_path, ending=False, status=lambda _: None)
     fields = {field.name: nothing for field in dataclasses.fields(Training)}
