@@ -22,7 +22,7 @@ START_S = 30.0
 SLACK_S = 5.0
 """How much longer than its own ladder the guard may take to report."""
 DYING_S = 5.0
-DYING_POLL_S = 0.01
+"""For those who were killed to be gone."""
 
 
 class GuardedProcess:
@@ -81,7 +81,7 @@ class GuardedProcess:
         except TimeoutError:
             family = self._end_without_the_guard()
             await asyncio.shield(self._listener)
-            self._stuck = await _survivors(family)
+            self._stuck = [str(pid) for pid in await asyncio.to_thread(wait_until_gone, family, DYING_S)]
         if self._stuck:
             raise EngineFailed(
                 f"Processes {' '.join(self._stuck)} survive SIGKILL.",
@@ -135,21 +135,12 @@ class GuardedProcess:
         if self._guard.wait() != 0 and self.pid:
             end_group(self.pid, guard.DEFAULT_KILL_S)
 
-    def _end_without_the_guard(self) -> list[int]:
-        """The guard itself does not answer, because it was stopped or starves. Whom it watched, who are dying now."""
-        family = guard.descendants(self._guard.pid)
+    def _end_without_the_guard(self) -> dict[int, int]:
+        """The guard itself does not answer, because it was stopped or starves. The family, which is dying now."""
+        family = family_of(self._guard.pid)
         guard.send(family, signal.SIGKILL, self._guard.pid)
         self._guard.kill()
         return family
-
-
-async def _survivors(family: Sequence[int]) -> list[str]:
-    """Who lives still after DYING_S, as text: a process does not end in the moment in which it is killed."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DYING_S):
-            while any(guard.living(pid) for pid in family):  # noqa: ASYNC110 (nobody tells)
-                await asyncio.sleep(DYING_POLL_S)
-    return [str(pid) for pid in family if guard.living(pid)]
 
 
 def _start_guard(

@@ -38,6 +38,14 @@ def to_resume(run_dir: Path) -> str:
     return shlex.join(["--resume", run_dir.name, *where])
 
 
+def taken(run_dir: Path) -> ConfigError:
+    """What a new run is told whose folder holds one already."""
+    return ConfigError(
+        f"{run_dir} already holds a run.",
+        remedy=f"Go on with it: {to_resume(run_dir)}; or start another one with --run NAME.",
+    )
+
+
 def find_config(name: str, runs: Path = RUNS) -> Path:
     """The TOML file that a name stands for. Raises ConfigError with the nearest name."""
     if is_config(name, runs):

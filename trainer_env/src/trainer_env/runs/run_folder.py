@@ -10,7 +10,7 @@ from bridge.endpoint import private_dir
 from bridge.errors import BridgeError, ConfigError
 from trainer_env.config import TrainConfig
 from trainer_env.runs.checkpoints import checkpoint_to_resume, step_of
-from trainer_env.runs.finding import to_resume
+from trainer_env.runs.finding import taken, to_resume
 
 
 def step_to_resume(config: TrainConfig, *, resume: bool) -> int | None:
@@ -21,10 +21,7 @@ def step_to_resume(config: TrainConfig, *, resume: bool) -> int | None:
     if not resume:
         metrics = config.run_dir / "metrics.jsonl"
         if metrics.is_file() and metrics.stat().st_size:
-            raise ConfigError(
-                f"{config.run_dir} already holds a run.",
-                remedy=f"Go on with it: {to_resume(config.run_dir)}; or start another one with --run NAME.",
-            )
+            raise taken(config.run_dir)
         return None
     return step_of(checkpoint_to_resume(config.run_dir / "checkpoints"))
 

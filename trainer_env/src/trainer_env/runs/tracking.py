@@ -9,12 +9,11 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from bridge.errors import ConfigError
 from trainer_env.config import EvaluationConfig
 from trainer_env.display import Display, open_display
 from trainer_env.evaluation import best_adapter
 from trainer_env.evaluation.held_out import HeldOut
-from trainer_env.runs.finding import to_resume
+from trainer_env.runs.finding import taken
 from trainer_env.runs.jsonl import JsonLines, write_atomically
 from trainer_env.runs.records import Evaluation, Phase, Sample, StepMetrics, Summary
 from trainer_env.runs.run_reader import summary_of
@@ -66,13 +65,10 @@ class Tracker:
         self._evaluations_file = JsonLines(run_dir / "evaluations.jsonl", Evaluation)
         recorded = self._metrics_file.read()
         if resume_step is None and recorded:
-            raise ConfigError(
-                f"{run_dir} already holds a run.",
-                remedy=f"Go on with it: {to_resume(run_dir)}; or start another one with --run NAME.",
-            )
+            raise taken(run_dir)
         last = resume_step or 0
         summary = summary_of(run_dir) if resume_step is not None else None
-        self._earlier_s = max(metrics.wall_s or 0.0 for metrics in recorded) if recorded else 0.0
+        self._earlier_s = max((metrics.wall_s or 0.0 for metrics in recorded), default=0.0)
         if summary:
             self._earlier_s = max(self._earlier_s, summary.wall_s)
         self._earlier_restarts = summary.restarts if summary else 0
