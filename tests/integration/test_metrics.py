@@ -76,6 +76,7 @@ async def test_requests_show_while_they_wait_and_while_they_run(tmp_path, model)
             asyncio.create_task(client.ask(ask))
             for ask in (generate(PROMPT), generate(PROMPT), generate(PROMPT, min_version=7))
         ]
+        await read_until(server, lambda page: page.value("tandem_requests_waiting", reason="version") == 1)
         page = await read_until(server, lambda page: page.value("tandem_requests_in_flight") == 2)
         assert page.value("tandem_requests_waiting", reason="version") == 1
         assert page.value("tandem_requests_waiting", reason="engine") == 0
